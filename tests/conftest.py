@@ -1,0 +1,118 @@
+"""What several test files share: small random models, and the plain way to score a response."""
+import random
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.utils import logging
+
+import model
+from attention import attach
+
+torch.set_num_threads(1)  # tiny products: a second thread only waits
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+VOCAB = 60
+# Every bias an architecture has is switched on, and heads are grouped 6 to 2.
+CONFIGS = {
+    "llama": lambda **k: LlamaConfig(attention_bias=True, **k),
+    "qwen2": lambda **k: Qwen2Config(**k),  # biases in q, k, v
+    "qwen3": lambda **k: Qwen3Config(attention_bias=True, head_dim=16, **k),
+    "mistral": lambda **k: MistralConfig(sliding_window=None, **k),
+}
+
+
+def small_config(architecture="llama", **settings):
+    settings = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, **settings}
+    return CONFIGS[architecture](**settings)
+
+
+def small_model(architecture="llama", *, seed=0, dtype=torch.float32, attention="sdpa", **settings):
+    """Random in every parameter, biases and norms too, and far from uniform attention."""
+    model = AutoModelForCausalLM.from_config(small_config(architecture, **settings),
+                                             attn_implementation=attention)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            p.copy_(noise * 0.25 if p.ndim == 2 else p + noise * 0.3)
+    return model.to(dtype)
+
+
+def ids(count, seed):
+    return random.Random(seed).choices(range(VOCAB), k=count)
+
+
+def batch(prompt_lengths, response_lengths, seed=0):
+    """Random prompts, and for each prompt random responses, of the given lengths."""
+    number = iter(range(1000 * seed, 1000 * seed + 1000))
+    return ([ids(n, next(number)) for n in prompt_lengths],
+            [[ids(n, next(number)) for n in lengths] for lengths in response_lengths])
+
+
+def separate_logprobs(model, prompts, responses, temperature=1.0):
+    """The oracle: a stock model on each prompt + response alone, the shift by one, log_softmax."""
+    scored = []
+    for prompt, samples in zip(prompts, responses):
+        for sample in samples:
+            logits = model(torch.tensor([[*prompt, *sample]]), use_cache=False).logits[0]
+            logprobs = (logits[len(prompt) - 1:-1] / temperature).log_softmax(-1)
+            scored.append(logprobs[range(len(sample)), sample])
+    return torch.cat(scored)
+
+
+def gradients(model, logprobs):
+    """Gradients of a fixed random combination of the log-probs, and the model's own cleared."""
+    weights = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(7),
+                          dtype=torch.float64).to(logprobs.dtype)
+    model.zero_grad(set_to_none=True)
+    (weights * logprobs).sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_gradients_agree(found, expected, tolerance):
+    """Every parameter on its own: a small one's error must not hide behind a large one's norm."""
+    assert found.keys() == expected.keys()
+    for name, right in expected.items():
+        error = (found[name] - right).norm() / right.norm()
+        assert error <= tolerance, f"{name}: relative error {error:.1e}"
+
+
+def _tiny_folder(folder, steps):
+    before, model.TINY_STEPS = model.TINY_STEPS, steps
+    try:
+        for part in model.load("tiny"):
+            part.save_pretrained(folder)
+    finally:
+        model.TINY_STEPS = before
+    return folder
+
+
+@pytest.fixture(scope="session")
+def random_folder(tmp_path_factory):
+    """The embedded model without its warm-up, as a folder: where what it says does not matter."""
+    return _tiny_folder(tmp_path_factory.mktemp("random"), 0)
+
+
+@pytest.fixture(scope="session")
+def warm_folder(tmp_path_factory):
+    """The embedded model after a part of its warm-up: some answers are right, so weights move."""
+    return _tiny_folder(tmp_path_factory.mktemp("warm"), 80)
+
+
+@pytest.fixture
+def random_policy():
+    """A small random model, attached, in train mode."""
+    return attach(small_model().train())
