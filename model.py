@@ -1,0 +1,408 @@
+"""The models: loading, token log-probs, the trainer's tri-model, the generator's inference copy.
+
+Where this departs from a trainer beside an inference engine:
+1. One process holds three sets of weights: the policy, the reference, and the inference copy, which
+   *is* the old policy θ_t: between two weight copies nobody writes to it.
+2. Until the first optimizer step the policy equals the old policy, so `old` is `policy.detach()`:
+   the ratio is exactly 1 in every dtype, and costs no forward pass.
+3. No prompt token meets the head, and no (A, V) tensor of logits is ever alive.
+4. Sampling is one uniform a token, drawn on the host from a stream keyed by seed, period, prompt
+   and sample. A sampled token does not depend on the row or the step it was sampled in.
+
+    load -> policy, frozen_copy -> reference, inference copy
+    InferenceCopy: submit -> step (prefill, decode) -> ids and log-probs
+    TriModel: packed micro-batch -> log-probs of policy, old, reference
+"""
+import copy
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.functional import pad
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
+                          LlamaForCausalLM, PreTrainedTokenizerFast)
+
+from attention import Packed, Slots, attach, pack, refuse
+
+HEAD_CHUNK = 2**24       # logits alive at once, in elements: 64 MiB of float32
+PREFILL_TOKENS = 4096    # prompt tokens prefilled at once, unless one prompt alone is longer
+WIDTH_STEP = 64          # decoding attends over a multiple of this many places
+TINY_STEPS = 400         # supervised warm-up of the embedded model: about 10 s on two cores
+
+
+def default_device() -> torch.device:
+    """The first accelerator (CUDA, NPU, ..), else the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device(found.type, 0) if found is not None else torch.device("cpu")
+
+
+def load(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, *,
+         seed: int = 0) -> tuple:
+    """A causal language model in train mode with shared-prompt attention, and its tokenizer.
+
+    `name` is `tiny` (built and warmed up here, from `seed`), a folder, or a hub id. No code of the
+    folder runs. Dropout is off: with it, the trainer would score tokens under another model than
+    sampled them. Raises ValueError that says what is wrong with name, architecture or files.
+    """
+    if name == "tiny":
+        model, tokenizer = _tiny(seed)
+        return model.to(device, dtype), tokenizer
+    if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+        raise ValueError(f"no model {name}: it must be tiny, a folder or a hub id (owner/name)")
+    try:
+        config = AutoConfig.from_pretrained(name)
+        refuse(config)
+        config.attention_dropout = 0.0
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=dtype, use_safetensors=True, device_map={"": device},
+            output_loading_info=True)
+    except (OSError, ValueError, SafetensorError) as error:  # the first line says what is missing
+        raise ValueError(f"cannot load the model {name}: {str(error).splitlines()[0]}") from None
+    absent = sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
+    if absent:  # transformers would train on with random values in their place
+        raise ValueError(f"the model {name} has no weights for {', '.join(absent[:3])}")
+    return attach(model.train()), tokenizer
+
+
+def stop_ids(model, tokenizer) -> list[int]:
+    """Every id that ends a response: those of the generation config, and the tokenizer's."""
+    configured = model.generation_config.eos_token_id
+    ids = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id}
+    return sorted(ids - {None})
+
+
+def frozen_copy(model, dtype: torch.dtype = torch.float32):
+    """A copy without gradients, for reference and generation. With bfloat16, `Linear` weights are
+    kept in it, which is what autocast makes of the policy's float32 ones in every product: the bits
+    are the policy's at half the memory. All else, a head tied to the embedding too, stays."""
+    model = copy.deepcopy(model).eval().requires_grad_(False)
+    if dtype == torch.bfloat16:
+        embedding = model.get_input_embeddings().weight
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear) and module.weight is not embedding:
+                module.to(dtype)
+    return model
+
+
+def _tiny(seed):
+    """0.3M parameters that have seen sums of two digits, half of them wrong: such a model knows
+    what an answer looks like, and samples the right one in about half of all cases."""
+    vocabulary = ["<pad>", "<bos>", "<eos>", "\n", *map(chr, range(32, 127))]
+    characters = Tokenizer(models.WordLevel({c: i for i, c in enumerate(vocabulary)}, "<pad>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    characters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>",
+                                        bos_token="<bos>", eos_token="<eos>", unk_token="<pad>")
+    config = LlamaConfig(vocab_size=len(vocabulary), hidden_size=128, intermediate_size=256,
+                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         tie_word_embeddings=True, initializer_range=0.08, pad_token_id=0,
+                         bos_token_id=1, eos_token_id=2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = attach(LlamaForCausalLM(config).train())
+    rng = np.random.Generator(np.random.Philox(key=seed))
+    prompts = {(a, b): tokenizer(f"{a}+{b}=").input_ids for a in range(10) for b in range(10)}
+    answers = [tokenizer(f"{n}<eos>").input_ids for n in range(19)]
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
+    for step in range(TINY_STEPS):
+        pairs = rng.permutation(list(prompts))[:25]  # each with 4 answers
+        numbers = np.where(rng.random((25, 4)) < 0.5, pairs.sum(1, keepdims=True),
+                           rng.integers(0, 19, (25, 4)))
+        packed = pack([prompts[a, b] for a, b in pairs],
+                      [[answers[n] for n in row] for row in numbers])
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1.0, step / 50) * (1 - step / TINY_STEPS)
+        (-token_logprobs(model, packed).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, tokenizer
+
+
+def token_logprobs(model, packed: Packed, temperature: float = 1.0) -> torch.Tensor:
+    """log p(token | what it may attend to) of every response token, (A,), differentiable.
+
+    The head sees only the places that predict a response token, in chunks that the backward pass
+    computes again. Its product follows autocast; the log-softmax is float32 (of float64: float64).
+    """
+    hidden = model.base_model(input_ids=packed.input_ids, position_ids=packed.position_ids,
+                              packed=packed, use_cache=False).last_hidden_state[0]
+    # index_select, not hidden[...]: a prompt's last place occurs K times, and only the backward
+    # pass of index_select adds those gradients in a fixed order.
+    # Filled up to a multiple of 8 rows: below one the bits of the products depend on threads.
+    filling = (0, -len(packed.targets) % 8)
+    logprobs = _HeadLogprobs.apply(hidden.index_select(0, pad(packed.predictors, filling)),
+                                   model.get_output_embeddings().weight,
+                                   pad(packed.targets, filling), temperature)
+    return logprobs[:len(packed.targets)]
+
+
+def _wide(x):
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _chunks(hidden, head):
+    rows = max(8, HEAD_CHUNK // len(head) // 8 * 8)
+    return [slice(i, i + rows) for i in range(0, len(hidden), rows)]
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """Head and log-softmax of (A, D) hidden states; backward computes the logits again."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature):
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        low, head = hidden.to(dtype), weight.to(dtype)
+        logprobs, normaliser = _wide(low.new_empty(len(low))), _wide(low.new_empty(len(low)))
+        with torch.autocast(kind, enabled=False):
+            for rows in _chunks(low, head):
+                logits = _wide(low[rows] @ head.T) / temperature
+                normaliser[rows] = logits.logsumexp(-1)
+                logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - normaliser[rows]
+        ctx.save_for_backward(hidden, weight, targets, normaliser)
+        ctx.temperature, ctx.dtype = temperature, dtype
+        return logprobs
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight, targets, normaliser = ctx.saved_tensors
+        low, head = hidden.to(ctx.dtype), weight.to(ctx.dtype)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows in _chunks(low, head):
+                # d logprob / d logits = (one-hot of the target) - softmax
+                d = _wide(low[rows] @ head.T).div_(ctx.temperature)
+                d.sub_(normaliser[rows, None]).exp_().mul_(-grad[rows, None])
+                d.scatter_add_(1, targets[rows, None], grad[rows, None])
+                d = d.div_(ctx.temperature).to(ctx.dtype)
+                grad_hidden[rows] = (d @ head).to(hidden.dtype)
+                if ctx.dtype == weight.dtype:
+                    grad_weight.addmm_(d.T, low[rows])
+                else:
+                    grad_weight += d.T @ low[rows]
+        return grad_hidden, grad_weight, None, None
+
+
+class TriModel:
+    """Policy, old policy and reference: one architecture, one tokenizer, one placement. The policy
+    alone has gradients; `old` is the inference copy; `reference` is None when beta is 0."""
+
+    def __init__(self, policy, old=None, reference=None, *, temperature: float = 1.0,
+                 dtype: torch.dtype = torch.float32):
+        self.policy, self.old, self.reference = policy, old, reference
+        self.temperature, self.dtype = temperature, dtype
+        self.device = policy.device
+
+    def logprobs(self, packed: Packed, *, forward_old: bool = False) -> tuple:
+        """(policy, old, reference) log-probs (A,) of one micro-batch; the reference's are None
+        without one. Before the first step after a weight copy the policy is the old policy, so
+        `old` is its own value, detached; `forward_old` runs the old weights, as the paper does."""
+        policy = self.score(self.policy, packed)
+        with torch.no_grad():  # not inference_mode: its outputs cannot be saved for backward
+            old = self.score(self.old, packed) if forward_old else policy.detach()
+            reference = None if self.reference is None else self.score(self.reference, packed)
+        return policy, old, reference
+
+    def score(self, model, packed: Packed) -> torch.Tensor:
+        """Log-probs (A,) of one of the three models, at the run's temperature and precision."""
+        with autocast(self.device, self.dtype):
+            return token_logprobs(model, packed, self.temperature)
+
+
+def autocast(device: torch.device, dtype: torch.dtype):
+    """bfloat16 matrix products over float32 parameters; nothing for float32 and float64."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
+class InferenceCopy:
+    """θ_t with its key/value slots: continuous batching over `rows` responses at a time.
+
+    `submit` queues K responses to a prompt. A `step` starts responses in free rows (earliest prompt
+    first, prefilled when its first response starts) while any wait, else decodes one token for
+    every row in flight; it returns the responses that ended, and reads the host once. `rows` is
+    rounded up to a multiple of 8: else the bits of a product depend on the number of threads.
+    """
+
+    def __init__(self, model, stop: Sequence[int], *, rows: int, longest_prompt: int,
+                 max_new_tokens: int, temperature: float = 1.0,
+                 dtype: torch.dtype = torch.float32):
+        config = model.config
+        self.model, self.device, self.dtype = model, model.device, dtype
+        self.stop, self.temperature, self.limit = np.array(stop), temperature, max_new_tokens
+        self.longest_prompt, self.version = longest_prompt, 0
+        rows = -(-rows // 8) * 8
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = -(-(longest_prompt + max_new_tokens) // WIDTH_STEP) * WIDTH_STEP
+        self.slots = Slots(config.num_hidden_layers, rows, config.num_key_value_heads, width, size,
+                           dtype=dtype if dtype == torch.bfloat16 else model.dtype,
+                           device=self.device)
+        # What a row holds, on the host; a row is moved by copying its entry in each of these.
+        self.request = [None] * rows                       # (ticket, sample)
+        self.used = 0                                      # rows in flight, and holes between them
+        self.length = np.zeros(rows, dtype=np.int64)       # prompt tokens
+        self.count = np.zeros(rows, dtype=np.int64)        # tokens sampled
+        self.ids = np.zeros((rows, max_new_tokens), dtype=np.int64)
+        self.logprobs = np.zeros((rows, max_new_tokens), dtype=np.float32)
+        self.uniforms = np.zeros((rows, max_new_tokens), dtype=np.float32)
+        self.waiting: deque = deque()  # (ticket, prompt ids, uniforms), not yet prefilled
+        # Responses to prefilled prompts: (ticket, sample, its prompt's length, end and number in
+        # the packed row, uniforms). `prefill` runs when none is left, and then sets `logits`
+        # (prompts, V) and `keys_values` (layers, 2, heads, T, size) for all of them.
+        self.staged: deque = deque()
+
+    def submit(self, ticket, prompt_ids: Sequence[int], uniforms: np.ndarray) -> None:
+        """Queue K responses to a prompt; uniforms, (K, max_new_tokens) float32 in [0, 1), decide
+        their tokens. Raises ValueError for a prompt that does not fit the slots."""
+        if not 0 < len(prompt_ids) <= self.longest_prompt:
+            raise ValueError(f"a prompt of {len(prompt_ids)} tokens does not fit slots made for 1 "
+                             f"to {self.longest_prompt}")
+        self.waiting.append((ticket, list(prompt_ids), uniforms))
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.staged or any(self.request))
+
+    @property
+    def admits(self) -> bool:
+        """Whether the next step starts responses rather than decodes."""
+        return bool(self.waiting or self.staged) and None in self.request
+
+    def step(self) -> list[tuple]:
+        """One step; [(ticket, sample, ids, logprobs, finished)] for every response that ended."""
+        with torch.inference_mode(), autocast(self.device, self.dtype):
+            if self.admits:
+                free = [row for row, request in enumerate(self.request) if request is None]
+                if not self.staged:
+                    self.prefill(len(free))
+                rows = self._start(free)
+            else:
+                self._close_holes()
+                rows = self.decode()
+        return self._ended(rows)
+
+    def prefill(self, rows: int) -> None:
+        """Keys, values and next-token logits of the first waiting prompts, as many as fill `rows`,
+        in one packed pass: once a prompt, however many responses it gets."""
+        chosen, responses, tokens = [], 0, 0
+        while self.waiting and responses < rows:
+            tokens += len(self.waiting[0][1])
+            if chosen and tokens > PREFILL_TOKENS:
+                break
+            chosen.append(self.waiting.popleft())
+            responses += len(chosen[-1][2])
+        prompts = [prompt for _, prompt, _ in chosen]
+        packed = pack(prompts, [[]] * len(prompts), multiple=8).to(self.device)
+        hidden = self.model.base_model(input_ids=packed.input_ids, packed=packed, slots=self.slots,
+                                       position_ids=packed.position_ids,
+                                       use_cache=False).last_hidden_state[0]
+        ends = np.cumsum([len(p) for p in prompts])
+        last = torch.tensor([*(ends - 1), *[0] * (-len(ends) % 8)], device=self.device)
+        self.logits = _wide(self.model.get_output_embeddings()(hidden.index_select(0, last)))
+        self.keys_values = torch.stack(self.slots.prefilled)
+        self.staged.extend((ticket, sample, len(prompt), int(end), i, row_uniforms)
+                           for i, ((ticket, prompt, uniforms), end) in enumerate(zip(chosen, ends))
+                           for sample, row_uniforms in enumerate(uniforms))
+
+    def _start(self, free: list[int]) -> np.ndarray:
+        """Give free rows to prefilled responses: copy their prompt's keys and values, sample their
+        first tokens. Returns the rows."""
+        rows, which = np.array(free[:len(self.staged)]), []
+        for row in rows:
+            ticket, sample, length, end, prompt, uniforms = self.staged.popleft()
+            self.request[row] = (ticket, sample)
+            self.length[row], self.count[row], self.uniforms[row] = length, 0, uniforms
+            self.slots.cache[:, :, row, :, :length] = self.keys_values[:, :, :, end - length:end]
+            which.append(prompt)
+        self.used = max(self.used, int(rows.max()) + 1)
+        filling = (0, -len(rows) % 8)
+        which = torch.from_numpy(np.pad(which, filling)).to(self.device)
+        self._take(rows, self._sample(self.logits.index_select(0, which),
+                                      np.pad(self.uniforms[rows, 0], filling)))
+        return rows
+
+    def _close_holes(self) -> None:
+        """Move the last rows into rows that ended, so that a step works on the first rows only."""
+        for hole in range(len(self.request)):
+            while self.used and self.request[self.used - 1] is None:
+                self.used -= 1
+            if hole >= self.used:
+                return
+            if self.request[hole] is None:
+                last = self.used = self.used - 1
+                for state in (self.request, self.length, self.count, self.ids, self.logprobs,
+                              self.uniforms):
+                    state[hole] = state[last]
+                self.slots.cache[:, :, hole] = self.slots.cache[:, :, last]
+                self.request[last] = None
+
+    def decode(self) -> np.ndarray:
+        """One token for every row in flight. Returns the rows."""
+        rows, batch = np.arange(self.used), -(-self.used // 8) * 8
+        place = np.zeros(batch, dtype=np.int64)
+        token = np.zeros(batch, dtype=np.int64)
+        uniforms = np.zeros(batch, dtype=np.float32)
+        # The newest token, number count - 1, belongs at place length + count - 1.
+        place[:self.used] = self.length[rows] + self.count[rows] - 1
+        token[:self.used] = self.ids[rows, self.count[rows] - 1]
+        uniforms[:self.used] = self.uniforms[rows, self.count[rows]]
+        width = -(-(int(place.max()) + 1) // WIDTH_STEP) * WIDTH_STEP
+        token, place = torch.from_numpy(np.stack([token, place])).to(self.device, non_blocking=True)
+        hidden = self.model.base_model(input_ids=token[:, None], position_ids=place[:, None],
+                                       slots=self.slots.at(place, width),
+                                       use_cache=False).last_hidden_state[:, 0]
+        self._take(rows, self._sample(_wide(self.model.get_output_embeddings()(hidden)), uniforms))
+        return rows
+
+    def _sample(self, logits: torch.Tensor, uniforms: np.ndarray) -> np.ndarray:
+        """Tokens and their log-probs, (2, rows), from logits (rows, V): a step's one host read.
+        Temperature 0 takes the likeliest token. Else it is the first whose cumulative probability
+        is above uniform * total; in float32 too that product is below the total, so there is one.
+        """
+        if self.temperature == 0:
+            logprobs = logits.log_softmax(-1)
+            token = logits.argmax(-1, keepdim=True)
+        else:
+            logprobs = (logits / self.temperature).log_softmax(-1)
+            cumulative = logprobs.exp().cumsum(-1)
+            uniforms = torch.from_numpy(uniforms).to(logits.device, non_blocking=True)
+            bound = uniforms[:, None] * cumulative[:, -1:]
+            token = torch.searchsorted(cumulative, bound, right=True)
+        # Ids are exact in float32 up to 2**24, and one tensor is one read.
+        return torch.cat([token.to(logits.dtype), logprobs.gather(1, token)], 1).T.cpu().numpy()
+
+    def _take(self, rows: np.ndarray, sampled: np.ndarray) -> None:
+        self.ids[rows, self.count[rows]] = sampled[0, :len(rows)]
+        self.logprobs[rows, self.count[rows]] = sampled[1, :len(rows)]
+        self.count[rows] += 1
+
+    def _ended(self, rows: np.ndarray) -> list[tuple]:
+        """Free the rows whose newest token is a stop token, or their last."""
+        stopped = np.isin(self.ids[rows, self.count[rows] - 1], self.stop)
+        ended = []
+        for row, finished in zip(rows, stopped):
+            if finished or self.count[row] == self.limit:
+                n = self.count[row]
+                ended.append((*self.request[row], self.ids[row, :n].tolist(),
+                              self.logprobs[row, :n].tolist(), bool(finished)))
+                self.request[row] = None
+        return ended
+
+
+@torch.no_grad()
+def copy_weights(src, dst: InferenceCopy, version: int) -> None:
+    """Make `dst` θ_version: copy every parameter and buffer of the policy `src`, cast to the copy's
+    dtypes. Tied weights stay tied: each is written in place. Raises RuntimeError while a request
+    is in flight: its tokens would come from two policies. (Without one, nothing cached is left:
+    every request starts with a prefill.)"""
+    if not dst.idle:
+        raise RuntimeError("weights were copied while requests were in flight")
+    sources = dict([*src.named_parameters(), *src.named_buffers()])
+    for name, target in [*dst.model.named_parameters(), *dst.model.named_buffers()]:
+        target.copy_(sources[name])
+    dst.version = version
