@@ -1,0 +1,78 @@
+"""The project keeps its own promises: size, imports, what the README says of flags and metrics."""
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from periodic_async import Config, flag
+
+ROOT = Path(__file__).parent.parent
+LINES = {"grpo.py": 350, "attention.py": 300, "model.py": 470, "periodic_async.py": 700}
+OURS = {"grpo": set(), "attention": set(), "model": {"attention"},
+        "periodic_async": {"attention", "grpo", "model"}}
+
+
+def source(name):
+    return (ROOT / name).read_text()
+
+
+def test_size():
+    """1,600 lines in four files, no function above 60 lines, no line above 100 columns."""
+    assert sorted(p.name for p in ROOT.glob("*.py")) == sorted(LINES)
+    assert sum(len(source(name).splitlines()) for name in LINES) <= 1600
+    for name, most in LINES.items():
+        assert len(source(name).splitlines()) <= most
+        for node in ast.walk(ast.parse(source(name))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno - node.lineno < 60, f"{name}: {node.name}"
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("tests/*.py")]:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            assert len(line) <= 100, f"{path.name}:{number}"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_imports(name):
+    """Who may import what: the mathematics knows no devices, only one file knows asyncio."""
+    names = set()
+    for node in ast.walk(ast.parse(source(f"{name}.py"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module.split(".")[0])
+    assert names & OURS.keys() == OURS[name]
+    assert ("asyncio" in names) == ("argparse" in names) == (name == "periodic_async")
+    assert "transformers" not in names or name in ("attention", "model")
+    assert name == "periodic_async" or "print(" not in source(f"{name}.py")
+
+
+def test_readme_names_every_flag_and_metric():
+    """A flag or a metric that the README does not explain is one that nobody can use."""
+    readme = source("README.md")
+    for field in dataclasses.fields(Config):
+        assert f"`{flag(field.name)}`" in readme, flag(field.name)
+    produced = set(re.findall(r'"([a-z_]+)":', source("grpo.py").split("def group_metrics")[1]))
+    for start, stop in (("metrics = {", "self._start_period()"),
+                        ('return {"seconds"', "def blocks"), ('return {"schedule"', "def train(")):
+        part = source("periodic_async.py").split(start)[1].split(stop)[0]
+        produced |= set(re.findall(r'"([a-z0-9_]+)":', start + part))
+    assert len(produced) > 25
+    for name in produced:
+        assert f"`{name}`" in readme, name
+
+
+def test_readme_map_names_what_exists():
+    """Every function and file that the README's map from the paper names is there."""
+    names = re.findall(r"`(\w+)\.py: ([\w.]+)`", source("README.md"))
+    assert len(names) >= 8
+    for module, dotted in names:
+        tree = ast.parse(source(f"{module}.py"))
+        for part in dotted.split("."):
+            tree = next(n for n in ast.walk(tree) if getattr(n, "name", None) == part)
+
+
+def test_flags():
+    """At most 38, each with its help text."""
+    assert len(dataclasses.fields(Config)) <= 38
+    assert all(field.metadata["help"] for field in dataclasses.fields(Config))
