@@ -51,12 +51,12 @@ class Packed:
     def cost(self) -> dict[str, int]:
         """Tokens, and query-key pairs that may attend: here, and with a prompt a response."""
         prompt, response = self.prompt_lengths, self.lengths
-        own = prompt[self.prompt_of]  # (N,)
+        own, triangle = prompt[self.prompt_of], lambda n: n * (n + 1) // 2
         return {"tokens_shared": int(prompt.sum() + response.sum()),
                 "tokens_repeated": int((own + response).sum()),
-                "pairs_shared": int((prompt * (prompt + 1) // 2).sum()
-                                    + (response * own + response * (response + 1) // 2).sum()),
-                "pairs_repeated": int(((own + response) * (own + response + 1) // 2).sum())}
+                "pairs_shared": int(triangle(prompt).sum()
+                                    + (triangle(response) + response * own).sum()),
+                "pairs_repeated": int(triangle(own + response).sum())}
 
     @cached_property
     def dense_mask(self) -> torch.Tensor:
@@ -82,8 +82,7 @@ def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence
     `share=False` gives every response its own copy of its prompt: the baseline, same results.
     `multiple` fills T and the padded lengths inside attention up to multiples: on a CPU, 8 makes
     the bits of a pass independent of the number of threads. A prompt may have no responses.
-    Raises ValueError for an empty prompt or response.
-    """
+    Raises ValueError for an empty prompt or response."""
     if not share:
         prompts, responses = ([p for p, samples in zip(prompts, responses, strict=True)
                                for _ in samples], [[r] for samples in responses for r in samples])
@@ -134,45 +133,62 @@ def shared_prompt_mask(packed: Packed) -> torch.Tensor:
 
 
 class Slots:
-    """Keys and values of the rows in flight, allocated once, and of the prompts just prefilled.
+    """Keys and values of the prompts and of the responses in flight, allocated once. A prompt's are
+    stored once and read once a step, by all its responses together. A step works on the first slots
+    and places, as set by `at`: a few static shapes, so that it can be captured as a graph."""
 
-    A decode step works on the first rows and their first places, as set by `at`: a few static
-    shapes, so that it can be captured as a graph and an almost empty batch costs little.
-    """
-
-    def __init__(self, layers: int, rows: int, heads: int, width: int, size: int, *, dtype, device):
-        # (layers, keys and values, rows, key/value heads, width, head size)
-        self.cache = torch.zeros(layers, 2, rows, heads, width, size, dtype=dtype, device=device)
+    def __init__(self, layers: int, rows: int, heads: int, prompt: int, response: int, size: int,
+                 *, dtype: torch.dtype, device: torch.device):
+        # (layers, keys and values, slots, key/value heads, places, head size)
+        self.prompts = torch.zeros(layers, 2, rows, heads, prompt, size, dtype=dtype, device=device)
+        self.responses = torch.zeros(layers, 2, rows, heads, response, size, dtype=dtype,
+                                     device=device)
         self.row = torch.arange(rows, device=device)
-        self.prefilled = [None] * layers  # per layer: keys and values, (2, heads, T, size)
+        self.prefilled = [None] * layers  # per layer: keys and values, (1, heads, T, size)
 
-    def at(self, positions: torch.Tensor, width: int) -> "Slots":
-        """Aim the next step: token i of the batch goes to row i, place positions[i]."""
-        self.positions, self.width = positions, width
-        # (rows, 1, 1, width): a place beyond a row's own is another request's, or nobody's
-        place = torch.arange(width, device=positions.device)
-        self.hidden = (place > positions[:, None])[:, None, None, :]
+    def at(self, lengths: torch.Tensor, places: torch.Tensor, lanes: torch.Tensor,
+           lane_of_row: torch.Tensor, widths: tuple[int, int]) -> "Slots":
+        """Aim the next step. Row i has a prompt of lengths[i] tokens and writes its places[i];
+        lanes (slots, K) are the rows that read each prompt slot, lane_of_row their inverse."""
+        self.places, self.widths, self.count = places, widths, len(lanes)
+        prompt, own = (torch.arange(width, device=places.device) for width in widths)
+        hidden = torch.cat([prompt >= lengths[:, None], own > places[:, None]], 1)
+        self.bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        # The same for rows and lanes split by key/value head: (rows, heads) and (slots, heads, K).
+        heads, k = self.prompts.shape[3], lanes.shape[1]
+        head = torch.arange(heads, device=places.device)
+        self.to_lanes = (lanes[:, None, :] * heads + head[:, None]).flatten()
+        self.to_rows = (lane_of_row[:, None] + (lane_of_row[:, None] // k * (heads - 1) + head) * k
+                        ).flatten()
         return self
 
-    def stage(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.prefilled[layer] = torch.stack([keys[0], values[0]]).to(self.cache.dtype)
+    def _with_prompts(self, x: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+        """Products of x (rows * heads, g, n) with what each row's prompt slot holds, (slots, heads,
+        n, m): the rows of a prompt are multiplied together, so that it is read once."""
+        g, n = x.shape[1:]
+        x = x.index_select(0, self.to_lanes).view(self.count, stored.shape[1], -1, n) @ stored
+        return x.view(-1, g, x.shape[-1]).index_select(0, self.to_rows)
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                scaling: float) -> torch.Tensor:
-        """Attention of one new token a row, (rows, heads, 1, size), over its slots. Written as two
-        matrix products over the query heads of a key head, filled up to a multiple of 4: unlike
-        one-query `scaled_dot_product_attention` its bits depend on neither threads nor width."""
+        """Attention of one new token a row, (rows, heads, 1, size), to its prompt and its response.
+        Written as matrix products over the query heads of a key head, filled up to 4s: unlike
+        one-query `scaled_dot_product_attention` its bits do not depend on threads."""
         rows, heads, _, size = query.shape
-        place = self.row[:rows], slice(None), self.positions  # (rows, key/value heads, size)
-        for which, new in enumerate((key, value)):
-            self.cache[layer, which][place] = new[:, :, 0].to(self.cache.dtype)
-        keys, values = self.cache[layer, :, :rows, :, :self.width]
-        share = heads // keys.shape[1]
-        query = query.reshape(rows, keys.shape[1], share, size).to(keys.dtype)
-        query = pad(query, (0, 0, 0, -share % 4))
-        scores = (query @ keys.transpose(-1, -2) * scaling).masked_fill(self.hidden, -torch.inf)
-        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        return (weights.to(keys.dtype) @ values)[:, :, :share].reshape(rows, 1, heads, size)
+        own, prompt = self.responses[layer, :, :rows], self.prompts[layer, :, :self.count]
+        for stored, new in zip(own, (key, value)):
+            stored[self.row[:rows], :, self.places] = new[:, :, 0].to(stored.dtype)
+        prompt = prompt[..., :self.widths[0], :]
+        own = own[..., :self.widths[1], :].flatten(1, 2)  # keys and values, (rows * heads, ..)
+        share = rows * heads // own.shape[1]
+        query = pad((query * scaling).view(-1, share, size).to(own.dtype), (0, 0, 0, -share % 4))
+        scores = torch.cat([self._with_prompts(query, prompt[0].transpose(-1, -2)),
+                            query @ own[0].transpose(-1, -2)], -1)
+        scores = scores.view(rows, -1, *scores.shape[1:]) + self.bias[:, None, None]
+        weights = scores.softmax(-1).flatten(0, 1).to(own.dtype)  # float32 before, as the bias is
+        of_prompt, of_own = weights.split(self.widths, -1)
+        output = self._with_prompts(of_prompt, prompt[1]) + of_own @ own[1]
+        return output[:, :share].reshape(rows, 1, heads, size)
 
 
 def _gather(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -213,7 +229,7 @@ def _attention(over_packed):
         if packed is None:
             return slots.attend(module.layer_idx, query, key, value, scaling), None
         if slots is not None:
-            slots.stage(module.layer_idx, key, value)
+            slots.prefilled[module.layer_idx] = key, value
         return over_packed(query, key, value, packed, scaling), None  # (1, T, heads, size)
     return attention
 

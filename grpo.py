@@ -63,10 +63,8 @@ def arithmetic(seed: int, index: int) -> tuple[str, str]:
 def read_problems(path: str | Path) -> list[tuple[str, str]]:
     """Questions and gold answers of a JSONL file or of a JSON array of objects.
 
-    The question stands in `question`, `problem` or `prompt`, the gold answer in `answer`; of
-    `reasoning #### 42` it is what follows the last `####`. Raises OSError, and ValueError that
-    names the file and the line (in an array: the entry).
-    """
+    The question stands in `question`, `problem` or `prompt`, the gold answer in `answer`, after
+    the last `####` if there is one. Raises OSError, and ValueError that names file and line."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")  # a BOM would make the first line invalid
         array = text.lstrip().startswith("[")
@@ -89,10 +87,8 @@ def _row(where, line):
         raise ValueError(f"{where} is not a JSON object")
     question = next((record[k] for k in ("question", "problem", "prompt") if k in record), None)
     answer = record.get("answer")
-    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
-        answer = str(answer)
-    if isinstance(answer, str):
-        answer = answer.rpartition("####")[2].strip()
+    if isinstance(answer, (str, int, float)) and not isinstance(answer, bool):
+        answer = str(answer).rpartition("####")[2].strip()
     for name, value in (("question, problem or prompt", question), ("answer", answer)):
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{where}: no text under {name}")
@@ -118,13 +114,10 @@ def draw_problems(rows: Sequence[tuple[tuple[int, ...], str]], seed: int, start:
     """Problems start .. start + count - 1 of the endless stream: shuffled epochs of `rows` (prompt
     ids, gold answer), end to end. A pure function, so a resumed run needs no state."""
     size = len(rows)
-    drawn = []
-    for index in range(start, start + count):
-        epoch, place = divmod(index, size)
-        row = int(_epoch_order(seed, epoch, size)[place])
-        # The key names the row (key % size) and is unique although epochs repeat the row.
-        drawn.append(Problem(*rows[row], key=epoch * size + row))
-    return drawn
+    places = [divmod(index, size) for index in range(start, start + count)]
+    # A key names its row, key % size, and is unique although epochs repeat the rows.
+    keys = [epoch * size + int(_epoch_order(seed, epoch, size)[place]) for epoch, place in places]
+    return [Problem(*rows[key % size], key) for key in keys]
 
 
 @functools.lru_cache(maxsize=2)
@@ -255,8 +248,7 @@ def token_weights(lengths: torch.Tensor, keep: torch.Tensor, kind: str, response
     `dr_grpo` (arXiv 2503.20783): the divisor of every response is `max_length`, so that long wrong
     answers are not punished less a token. `dapo` (arXiv 2503.14476): mean over all tokens of the
     period; their number is unknown until the last group is in, so the weight is 1 and the gradient
-    is scaled before the step. Responses that `keep` (N,) masks weigh 0 and still count in P*K.
-    """
+    is scaled before the step. Responses that `keep` (N,) masks weigh 0 and still count in P*K."""
     if kind == "grpo":
         weights = 1.0 / (lengths * responses)
     elif kind == "dr_grpo":
@@ -281,8 +273,7 @@ def grpo_loss(logprobs: torch.Tensor, old: torch.Tensor, reference: torch.Tensor
     and the loss is the weighted sum: the losses of a period's micro-batches add up to the period's.
     In the first pass `old` is `logprobs` itself, detached. The ratio is then exactly 1, but its
     gradient is that of `logprobs`: the surrogate's *value* is minus the mean advantage, about 0,
-    whatever is learnt. Metrics are sums and counts (tensors): only those can be added up.
-    """
+    whatever is learnt. Metrics are sums and counts (tensors): only those can be added up."""
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     per_token = -torch.minimum(ratio * advantages, clipped * advantages)

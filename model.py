@@ -30,24 +30,28 @@ from attention import Packed, Slots, attach, pack, refuse
 
 HEAD_CHUNK = 2**24       # logits alive at once, in elements: 64 MiB of float32
 PREFILL_TOKENS = 4096    # prompt tokens prefilled at once, unless one prompt alone is longer
-WIDTH_STEP = 64          # decoding attends over a multiple of this many places
+WIDTH_STEP = 32          # decoding attends over a multiple of this many places
 TINY_STEPS = 400         # supervised warm-up of the embedded model: about 10 s on two cores
 
 
-def default_device() -> torch.device:
-    """The first accelerator (CUDA, NPU, ..), else the CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device(found.type, 0) if found is not None else torch.device("cpu")
+def device(name: str) -> torch.device:
+    """`cpu`, `cuda:0`, `npu:0`, ..; empty: the first accelerator, else the CPU. Or ValueError."""
+    if not name:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        name = f"{found.type}:0" if found is not None else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"no device {name}: {str(error).splitlines()[0]}") from None
 
 
 def load(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, *,
          seed: int = 0) -> tuple:
     """A causal language model in train mode with shared-prompt attention, and its tokenizer.
 
-    `name` is `tiny` (built and warmed up here, from `seed`), a folder, or a hub id. No code of the
-    folder runs. Dropout is off: with it, the trainer would score tokens under another model than
-    sampled them. Raises ValueError that says what is wrong with name, architecture or files.
-    """
+    `name` is `tiny` (made here, from `seed`), a folder or a hub id. Dropout is off: with it, the
+    trainer would score tokens under another model than sampled them. Raises ValueError that says
+    what is wrong with name, architecture or files."""
     if name == "tiny":
         model, tokenizer = _tiny(seed)
         return model.to(device, dtype), tokenizer
@@ -127,8 +131,7 @@ def token_logprobs(model, packed: Packed, temperature: float = 1.0) -> torch.Ten
     """log p(token | what it may attend to) of every response token, (A,), differentiable.
 
     The head sees only the places that predict a response token, in chunks that the backward pass
-    computes again. Its product follows autocast; the log-softmax is float32 (of float64: float64).
-    """
+    computes again. Its product follows autocast; the log-softmax is float32, float64 for such."""
     hidden = model.base_model(input_ids=packed.input_ids, position_ids=packed.position_ids,
                               packed=packed, use_cache=False).last_hidden_state[0]
     # index_select, not hidden[...]: a prompt's last place occurs K times, and only the backward
@@ -139,6 +142,10 @@ def token_logprobs(model, packed: Packed, temperature: float = 1.0) -> torch.Ten
                                    model.get_output_embeddings().weight,
                                    pad(packed.targets, filling), temperature)
     return logprobs[:len(packed.targets)]
+
+
+def _up(n, step):
+    return -(-int(n) // step) * step
 
 
 def _wide(x):
@@ -200,9 +207,9 @@ class TriModel:
         self.device = policy.device
 
     def logprobs(self, packed: Packed, *, forward_old: bool = False) -> tuple:
-        """(policy, old, reference) log-probs (A,) of one micro-batch; the reference's are None
-        without one. Before the first step after a weight copy the policy is the old policy, so
-        `old` is its own value, detached; `forward_old` runs the old weights, as the paper does."""
+        """(policy, old, reference or None) log-probs (A,) of one micro-batch. Until the first step
+        after a weight copy the policy is the old policy, so `old` is its value, detached;
+        `forward_old` runs the old weights instead, as the paper does."""
         policy = self.score(self.policy, packed)
         with torch.no_grad():  # not inference_mode: its outputs cannot be saved for backward
             old = self.score(self.old, packed) if forward_old else policy.detach()
@@ -223,11 +230,10 @@ def autocast(device: torch.device, dtype: torch.dtype):
 class InferenceCopy:
     """θ_t with its key/value slots: continuous batching over `rows` responses at a time.
 
-    `submit` queues K responses to a prompt. A `step` starts responses in free rows (earliest prompt
-    first, prefilled when its first response starts) while any wait, else decodes one token for
-    every row in flight; it returns the responses that ended, and reads the host once. `rows` is
-    rounded up to a multiple of 8: else the bits of a product depend on the number of threads.
-    """
+    `submit` queues K responses to a prompt. A `step` starts responses in free rows while any wait,
+    earliest prompt first, else decodes one token for every row in flight; it returns the responses
+    that ended, with one read back to the host. `rows` is rounded up to a multiple of 8: else the
+    bits of a product depend on the number of threads."""
 
     def __init__(self, model, stop: Sequence[int], *, rows: int, longest_prompt: int,
                  max_new_tokens: int, temperature: float = 1.0,
@@ -236,33 +242,35 @@ class InferenceCopy:
         self.model, self.device, self.dtype = model, model.device, dtype
         self.stop, self.temperature, self.limit = np.array(stop), temperature, max_new_tokens
         self.longest_prompt, self.version = longest_prompt, 0
-        rows = -(-rows // 8) * 8
+        rows = _up(rows, 8)
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width = -(-(longest_prompt + max_new_tokens) // WIDTH_STEP) * WIDTH_STEP
-        self.slots = Slots(config.num_hidden_layers, rows, config.num_key_value_heads, width, size,
+        self.slots = Slots(config.num_hidden_layers, rows, config.num_key_value_heads,
+                           _up(longest_prompt, WIDTH_STEP), _up(max_new_tokens, WIDTH_STEP), size,
                            dtype=dtype if dtype == torch.bfloat16 else model.dtype,
                            device=self.device)
         # What a row holds, on the host; a row is moved by copying its entry in each of these.
         self.request = [None] * rows                       # (ticket, sample)
-        self.used = 0                                      # rows in flight, and holes between them
+        self.slot = np.zeros(rows, dtype=np.int64)         # where its prompt's keys and values are
         self.length = np.zeros(rows, dtype=np.int64)       # prompt tokens
         self.count = np.zeros(rows, dtype=np.int64)        # tokens sampled
         self.ids = np.zeros((rows, max_new_tokens), dtype=np.int64)
         self.logprobs = np.zeros((rows, max_new_tokens), dtype=np.float32)
         self.uniforms = np.zeros((rows, max_new_tokens), dtype=np.float32)
+        self.open = np.zeros(rows, dtype=np.int64)  # of each prompt slot: responses not ended
         self.waiting: deque = deque()  # (ticket, prompt ids, uniforms), not yet prefilled
-        # Responses to prefilled prompts: (ticket, sample, its prompt's length, end and number in
-        # the packed row, uniforms). `prefill` runs when none is left, and then sets `logits`
-        # (prompts, V) and `keys_values` (layers, 2, heads, T, size) for all of them.
+        # Responses to prefilled prompts: (ticket, sample, prompt slot, prompt length, its number in
+        # `logits`, uniforms). `prefill` runs when none is left, and sets `logits` (prompts, V).
         self.staged: deque = deque()
 
     def submit(self, ticket, prompt_ids: Sequence[int], uniforms: np.ndarray) -> None:
         """Queue K responses to a prompt; uniforms, (K, max_new_tokens) float32 in [0, 1), decide
         their tokens. Raises ValueError for a prompt that does not fit the slots."""
-        if not 0 < len(prompt_ids) <= self.longest_prompt:
-            raise ValueError(f"a prompt of {len(prompt_ids)} tokens does not fit slots made for 1 "
-                             f"to {self.longest_prompt}")
+        self.check(prompt_ids)
         self.waiting.append((ticket, list(prompt_ids), uniforms))
+
+    def check(self, prompt_ids: Sequence[int]) -> None:
+        if not 0 < len(prompt_ids) <= self.longest_prompt:
+            raise ValueError(f"{len(prompt_ids)} prompt tokens, not 1 to {self.longest_prompt}")
 
     @property
     def idle(self) -> bool:
@@ -282,7 +290,6 @@ class InferenceCopy:
                     self.prefill(len(free))
                 rows = self._start(free)
             else:
-                self._close_holes()
                 rows = self.decode()
         return self._ended(rows)
 
@@ -302,79 +309,87 @@ class InferenceCopy:
                                        position_ids=packed.position_ids,
                                        use_cache=False).last_hidden_state[0]
         ends = np.cumsum([len(p) for p in prompts])
-        last = torch.tensor([*(ends - 1), *[0] * (-len(ends) % 8)], device=self.device)
+        last = torch.from_numpy(np.pad(ends - 1, (0, -len(ends) % 8))).to(self.device)
         self.logits = _wide(self.model.get_output_embeddings()(hidden.index_select(0, last)))
-        self.keys_values = torch.stack(self.slots.prefilled)
-        self.staged.extend((ticket, sample, len(prompt), int(end), i, row_uniforms)
-                           for i, ((ticket, prompt, uniforms), end) in enumerate(zip(chosen, ends))
-                           for sample, row_uniforms in enumerate(uniforms))
+        computed = torch.stack([torch.cat(layer) for layer in self.slots.prefilled])
+        free = np.flatnonzero(self.open == 0)  # enough: a prompt's slot is a row's at most
+        for i, ((ticket, prompt, uniforms), end, slot) in enumerate(zip(chosen, ends, free)):
+            places = slice(end - len(prompt), end)
+            self.slots.prompts[:, :, slot, :, :len(prompt)] = computed[:, :, :, places]
+            self.open[slot] = len(uniforms)
+            self.staged.extend((ticket, sample, slot, len(prompt), i, row_uniforms)
+                               for sample, row_uniforms in enumerate(uniforms))
 
     def _start(self, free: list[int]) -> np.ndarray:
-        """Give free rows to prefilled responses: copy their prompt's keys and values, sample their
-        first tokens. Returns the rows."""
+        """Give free rows to prefilled responses and sample their first tokens. Returns the rows."""
         rows, which = np.array(free[:len(self.staged)]), []
         for row in rows:
-            ticket, sample, length, end, prompt, uniforms = self.staged.popleft()
-            self.request[row] = (ticket, sample)
-            self.length[row], self.count[row], self.uniforms[row] = length, 0, uniforms
-            self.slots.cache[:, :, row, :, :length] = self.keys_values[:, :, :, end - length:end]
+            ticket, sample, self.slot[row], self.length[row], prompt, self.uniforms[row] = (
+                self.staged.popleft())
+            self.request[row], self.count[row] = (ticket, sample), 0
             which.append(prompt)
-        self.used = max(self.used, int(rows.max()) + 1)
         filling = (0, -len(rows) % 8)
         which = torch.from_numpy(np.pad(which, filling)).to(self.device)
         self._take(rows, self._sample(self.logits.index_select(0, which),
                                       np.pad(self.uniforms[rows, 0], filling)))
         return rows
 
-    def _close_holes(self) -> None:
-        """Move the last rows into rows that ended, so that a step works on the first rows only."""
-        for hole in range(len(self.request)):
-            while self.used and self.request[self.used - 1] is None:
-                self.used -= 1
-            if hole >= self.used:
-                return
-            if self.request[hole] is None:
-                last = self.used = self.used - 1
-                for state in (self.request, self.length, self.count, self.ids, self.logprobs,
-                              self.uniforms):
-                    state[hole] = state[last]
-                self.slots.cache[:, :, hole] = self.slots.cache[:, :, last]
-                self.request[last] = None
+    def _close_holes(self) -> int:
+        """Move the last rows into rows that ended: a step works on the first rows only. Returns how
+        many are in flight."""
+        live = [row for row, request in enumerate(self.request) if request is not None]
+        holes = [row for row in range(len(live)) if self.request[row] is None]
+        for hole, row in zip(holes, reversed(live)):
+            for state in (self.request, self.slot, self.length, self.count, self.ids,
+                          self.logprobs, self.uniforms):
+                state[hole] = state[row]
+            self.slots.responses[:, :, hole] = self.slots.responses[:, :, row]
+            self.request[row] = None
+        return len(live)
 
     def decode(self) -> np.ndarray:
         """One token for every row in flight. Returns the rows."""
-        rows, batch = np.arange(self.used), -(-self.used // 8) * 8
-        place = np.zeros(batch, dtype=np.int64)
-        token = np.zeros(batch, dtype=np.int64)
-        uniforms = np.zeros(batch, dtype=np.float32)
-        # The newest token, number count - 1, belongs at place length + count - 1.
-        place[:self.used] = self.length[rows] + self.count[rows] - 1
-        token[:self.used] = self.ids[rows, self.count[rows] - 1]
-        uniforms[:self.used] = self.uniforms[rows, self.count[rows]]
-        width = -(-(int(place.max()) + 1) // WIDTH_STEP) * WIDTH_STEP
-        token, place = torch.from_numpy(np.stack([token, place])).to(self.device, non_blocking=True)
-        hidden = self.model.base_model(input_ids=token[:, None], position_ids=place[:, None],
-                                       slots=self.slots.at(place, width),
-                                       use_cache=False).last_hidden_state[:, 0]
-        self._take(rows, self._sample(_wide(self.model.get_output_embeddings()(hidden)), uniforms))
+        rows = np.arange(self._close_holes())
+        filling = (0, -len(rows) % 8)
+        slot, length, count = (x[rows] for x in (self.slot, self.length, self.count))
+        # The rows of a prompt become lanes of its slot: how many rows before this one share it?
+        lane = np.tril(slot[:, None] == slot, -1).sum(1)
+        lanes = np.zeros((_up(slot.max() + 1, 4), _up(lane.max() + 1, 4)), dtype=np.int64)
+        lanes[slot, lane] = rows
+        # The newest token, number count - 1, goes to that place of the response; not in the slots.
+        state = np.stack([self.ids[rows, count - 1], length, count - 1,
+                          slot * lanes.shape[1] + lane])
+        token, length, place, lane_of_row = torch.from_numpy(
+            np.pad(state, ((0, 0), filling))).to(self.device, non_blocking=True)
+        slots = self.slots.at(length, place, torch.from_numpy(lanes).to(self.device), lane_of_row,
+                              (_up(state[1].max(), WIDTH_STEP), _up(count.max(), WIDTH_STEP)))
+        hidden = self.model.base_model(input_ids=token[:, None], slots=slots, use_cache=False,
+                                       position_ids=(length + place)[:, None]).last_hidden_state
+        logits = _wide(self.model.get_output_embeddings()(hidden[:, 0]))
+        self._take(rows, self._sample(logits, np.pad(self.uniforms[rows, count], filling)))
         return rows
 
     def _sample(self, logits: torch.Tensor, uniforms: np.ndarray) -> np.ndarray:
         """Tokens and their log-probs, (2, rows), from logits (rows, V): a step's one host read.
-        Temperature 0 takes the likeliest token. Else it is the first whose cumulative probability
-        is above uniform * total; in float32 too that product is below the total, so there is one.
-        """
+        Temperature 0 takes the likeliest token, else the first whose cumulative probability is
+        above uniform * total: below the total in float32, too, so there is one. Cumulative sums
+        are slow: first over the totals of blocks of tokens, then inside the chosen block."""
         if self.temperature == 0:
-            logprobs = logits.log_softmax(-1)
-            token = logits.argmax(-1, keepdim=True)
+            p, token = logits.softmax(-1), logits.argmax(-1, keepdim=True)
         else:
-            logprobs = (logits / self.temperature).log_softmax(-1)
-            cumulative = logprobs.exp().cumsum(-1)
-            uniforms = torch.from_numpy(uniforms).to(logits.device, non_blocking=True)
-            bound = uniforms[:, None] * cumulative[:, -1:]
-            token = torch.searchsorted(cumulative, bound, right=True)
+            p = (logits if self.temperature == 1 else logits / self.temperature).softmax(-1)
+            filling = -p.shape[1] % 128
+            blocks = (pad(p, (0, filling)) if filling else p).unflatten(1, (-1, 128))
+            totals = blocks.sum(-1).cumsum(-1)
+            uniforms = torch.from_numpy(uniforms).to(p.device, non_blocking=True)
+            bound = uniforms[:, None] * totals[:, -1:]
+            block = torch.searchsorted(totals, bound, right=True)
+            inside = blocks.take_along_dim(block[:, :, None], 1)[:, 0].cumsum(-1)
+            bound = (bound - pad(totals, (1, 0)).gather(1, block)).clamp(min=0)
+            bound = torch.minimum(bound, inside[:, -1:] * (1 - 2**-23))  # two sums, two roundings
+            token = 128 * block + torch.searchsorted(inside, bound, right=True)
         # Ids are exact in float32 up to 2**24, and one tensor is one read.
-        return torch.cat([token.to(logits.dtype), logprobs.gather(1, token)], 1).T.cpu().numpy()
+        return torch.cat([token.to(p.dtype), p.gather(1, token).log()], 1).T.cpu().numpy()
 
     def _take(self, rows: np.ndarray, sampled: np.ndarray) -> None:
         self.ids[rows, self.count[rows]] = sampled[0, :len(rows)]
@@ -391,15 +406,15 @@ class InferenceCopy:
                 ended.append((*self.request[row], self.ids[row, :n].tolist(),
                               self.logprobs[row, :n].tolist(), bool(finished)))
                 self.request[row] = None
+                self.open[self.slot[row]] -= 1
         return ended
 
 
 @torch.no_grad()
 def copy_weights(src, dst: InferenceCopy, version: int) -> None:
     """Make `dst` θ_version: copy every parameter and buffer of the policy `src`, cast to the copy's
-    dtypes. Tied weights stay tied: each is written in place. Raises RuntimeError while a request
-    is in flight: its tokens would come from two policies. (Without one, nothing cached is left:
-    every request starts with a prefill.)"""
+    dtypes, in place, so tied weights stay tied. Raises RuntimeError while a request is in flight:
+    its tokens would come from two policies. Without one, no cached key or value is read again."""
     if not dst.idle:
         raise RuntimeError("weights were copied while requests were in flight")
     sources = dict([*src.named_parameters(), *src.named_buffers()])

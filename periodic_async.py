@@ -7,11 +7,9 @@ The weights θ move only between periods. Inside one, P coroutines generate on a
 while the trainer accumulates gradients at θ_t from the groups that are complete. Every token is
 on-policy, as in synchronous training, and both schedules give the same weights bit for bit.
 
-Where this departs from the paper (arXiv 2511.18871):
-1. One process, one event loop. Generation and training each own a thread for the torch work, and on
-   an accelerator a stream; no cluster, no inference server, no RPC.
-2. The old policy is the inference copy, and in the first pass the policy's own detached value.
-3. Who waits for what:
+The paper (arXiv 2511.18871) has a cluster and inference servers. Here are one process and one event
+loop; generation and training each own a thread for the torch work, and on an accelerator a stream.
+Who waits for what:
      produce     takes a problem; waits for `Generator.generate`; queues the scoring of its group
      Generator   prefills and decodes while any request waits; the end of a group wakes `produce`
      run_period  gives scored groups to `Trainer.consume` in the order in which their generation
@@ -20,6 +18,7 @@ Where this departs from the paper (arXiv 2511.18871):
 """
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -34,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -43,13 +43,13 @@ from attention import Packed, attach, pack
 from grpo import (CLOSING, LOSSES, Group, Problem, Response, arithmetic, draw_problems,
                   encode_prompt, group_advantages, group_metrics, grpo_loss, math_reward,
                   read_problems, token_weights)
-from model import (InferenceCopy, TriModel, copy_weights, default_device, frozen_copy, load,
-                   stop_ids)
+from model import InferenceCopy, TriModel, copy_weights, device, frozen_copy, load, stop_ids
 
 CLIP_NORM = 1.0       # global norm of a step's gradient
-WARMUP_STEPS = 5      # optimizer steps until the learning rate is reached, linearly
+WARMUP_PERIODS = 5    # until the learning rate is reached, linearly
 BAD_STEPS = 3         # steps in a row without a finite gradient that end the run
-LENDING = True        # on a CPU, a side may use the other's cores while the other has nothing to do
+LENDING = True        # a side may use the other's CPU cores while the other has nothing to do
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 ARITHMETIC = 1000     # problems of the self-made task in an epoch
 TINY = {"learning_rate": 2e-4, "max_new_tokens": 8, "micro_batch_groups": 4}
 OTHER = {"learning_rate": 1e-6, "max_new_tokens": 512, "micro_batch_groups": 1}
@@ -60,7 +60,6 @@ class UserError(Exception):
 
 
 def flag(name: str) -> str:
-    """The command-line spelling of a field of `Config`."""
     return "--" + name.replace("_", "-")
 
 
@@ -70,8 +69,7 @@ def _default(value, help, choices=None):
 
 @dataclass(frozen=True)
 class Config:
-    """A run. Every field is a flag; None stands for a default that depends on the model. Other
-    ablations are edits: `group_advantages`, `grpo_loss`, `run_period`, `Trainer`."""
+    """A run. Every field is a flag; None stands for a default that depends on the model."""
     # what is trained, on what
     model: str = _default("tiny", "tiny (built in), a folder, or a hub id")
     data: str = _default("", "JSONL file or JSON array of problems; empty: sums of two digits")
@@ -150,9 +148,14 @@ class Timeline:
                      "ts": start * 1e6, "dur": (end - start) * 1e6}  # microseconds
             print(json.dumps(event) + ",", file=self.file)
         self.file.flush()
+        trained = [s for _, name, s, _ in self.spans if name == "train"]
+        decoded = [e for _, name, _, e in self.spans if name in ("prefill", "decode")]
         return {"seconds": self.end - self.start,
                 "generate_busy": self.busy("generate", self.start, self.end),
-                "train_busy": self.busy("train", self.start, self.end)}
+                "train_busy": self.busy("train", self.start, self.end),
+                "first_group_seconds": min(trained, default=self.end) - self.start,
+                "tail_seconds": self.end - max(decoded, default=self.end),
+                "copy_seconds": sum(e - s for _, name, s, e in self.spans if name == "copy")}
 
     def blocks(self, width: int = 72) -> str:
         """The period as two lines: a column is full where the side worked all of its time."""
@@ -173,7 +176,10 @@ class Worker:
         self.side, self.timeline = side, timeline
         self.other: Worker | None = None
         self.needed = False  # this side has work, and wants its cores
-        self.stream = torch.Stream(device) if device.type != "cpu" else None
+        self.stream = contextlib.nullcontext()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)  # what was loaded, on another stream, is there
+            self.stream = torch.Stream(device)
         self.executor = ThreadPoolExecutor(1, thread_name_prefix=side)
 
     async def run(self, name: str, function: Callable, *args):
@@ -182,16 +188,11 @@ class Worker:
             self.executor, self._call, name, function, args)
 
     def _call(self, name, function, args):
-        cores = os.cpu_count() or 1
         # The rounding of a step's gradient norm depends on the number of threads: always the same.
         alone = name == "step" or (LENDING and not (self.other and self.other.needed))
-        threads = cores if alone else max(1, cores // 2)
-        if torch.get_num_threads() != threads:  # of this thread: a new one inherits any other's
-            torch.set_num_threads(threads)
+        torch.set_num_threads(CORES if alone else max(1, CORES // 2))  # of this thread alone
         start = self.timeline.now()
         try:
-            if self.stream is None:
-                return function(*args)
             with self.stream:
                 return function(*args)
         finally:
@@ -219,6 +220,7 @@ class Generator:
         return self
 
     async def __aexit__(self, *error):
+        self._error = RuntimeError("the generator was closed")
         self._stepping.cancel()
         await self._tasks.__aexit__(*error)
 
@@ -228,6 +230,7 @@ class Generator:
         if self._error is not None:
             raise self._error
         copy, key = self.copies[0], [self.seed, self.version]
+        copy.check(problem.prompt_ids)
         streams = (np.random.Philox(key=key, counter=[0, 0, problem.key, sample])
                    for sample in range(samples))
         uniforms = np.stack([np.random.Generator(stream).random(copy.limit, dtype=np.float32)
@@ -244,8 +247,8 @@ class Generator:
             await self.worker.run("copy", copy_weights, policy, copy, version)
 
     async def _steps(self):
-        """Waits for a request, steps until none is left. Requests join between steps, so which of
-        them a step serves does not depend on how long the step before took."""
+        """Waits for a request, steps until none is left. A period's requests all arrive before its
+        first step, so that no step depends on how long the one before took."""
         try:
             while True:
                 await self._submitted.wait()
@@ -302,10 +305,8 @@ class Trainer:
         self._start_period()
 
     def _start_period(self):
-        self.groups: list[Group] = []        # not yet in a micro-batch
-        self.batches: list[MicroBatch] = []  # of this period, kept for inner steps
-        self.sums: dict[str, torch.Tensor | float] = {}
-        self.skipped, self.unmasked_tokens = 0, 0
+        self.groups, self.batches = [], []  # not yet in a micro-batch; kept for inner steps
+        self.sums, self.skipped, self.unmasked_tokens = {}, 0, 0
 
     async def consume(self, group: Group) -> None:
         """Take a group; train the micro-batch it completes. Launches work, reads nothing back.
@@ -328,9 +329,6 @@ class Trainer:
         await self.worker.run("train", self._train, groups)
         self.worker.needed = False
 
-    def _keeps(self, response: Response) -> bool:
-        return response.finished or not self.config.mask_truncated
-
     def _loss_scale(self) -> float:
         """What is known only when the period is complete: dapo's number of tokens."""
         return 1 / max(self.unmasked_tokens, 1) if self.config.loss == "dapo" else 1.0
@@ -338,7 +336,7 @@ class Trainer:
     def _train(self, groups: list[Group]) -> None:
         config = self.config
         self.unmasked_tokens += sum(len(r.ids) for g in groups for r in g.responses
-                                    if self._keeps(r))
+                                    if r.finished or not config.mask_truncated)
         # Equal rewards give advantages of zero: without a KL term the group has no gradient.
         useful = [g for g in groups if config.beta or max(g.rewards) != min(g.rewards)]
         self.skipped += len(groups) - len(useful)
@@ -356,7 +354,7 @@ class Trainer:
         responses = [r for g in groups for r in g.responses]
         advantages = torch.cat([group_advantages(g.rewards, scale=config.loss != "dr_grpo")
                                 for g in groups])
-        keep = torch.tensor([self._keeps(r) for r in responses])
+        keep = torch.tensor([r.finished or not config.mask_truncated for r in responses])
         weights = token_weights(packed.lengths, keep, config.loss,
                                 config.prompts * config.samples, config.max_new_tokens)
         sampled = torch.tensor([x for r in responses for x in r.logprobs])
@@ -387,11 +385,13 @@ class Trainer:
                 for batch in self.batches:
                     self._backward(batch)
             norm = self._optimizer_step()
+            if self.bad_steps:
+                break  # the weights did not move: the next pass would be the same
         self.version += 1
         sums = defaultdict(float, {name: float(value) for name, value in self.sums.items()})
         tokens, gap_tokens = max(sums["kept_tokens"], 1), max(sums["gap_tokens"], 1)
         metrics = {
-            "loss": sums["loss"] * self._loss_scale(), "kl": sums["kl_sum"] / tokens,
+            "loss": sums["loss"] * self._loss_scale() / (inner + 1), "kl": sums["kl_sum"] / tokens,
             "clip_low_share": sums["clip_low_tokens"] / tokens,
             "clip_high_share": sums["clip_high_tokens"] / tokens,
             "logp_gap_max": sums["gap_max"], "logp_gap_mean": sums["gap_sum"] / gap_tokens,
@@ -412,7 +412,7 @@ class Trainer:
             raise FloatingPointError(f"the gradient was not finite in {BAD_STEPS} steps in a row; "
                                      "a lower --learning-rate may help")
         if not self.bad_steps:
-            warm = min(1.0, (self.version + 1) / WARMUP_STEPS)
+            warm = min(1.0, (self.version + 1) / WARMUP_PERIODS)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.config.learning_rate * warm
             self.optimizer.step()
@@ -452,7 +452,7 @@ async def run_period(generator, trainer, problems: Sequence[Problem], samples: i
 
 def problem_stream(config: Config, tokenizer) -> tuple[Callable[[int, int], list[Problem]], int]:
     """A function (start, count) -> problems of the endless stream, and the longest prompt's tokens.
-    Raises ValueError where the data hold fewer problems than a period needs."""
+    Raises ValueError where there are fewer than a period needs."""
     read = ([(f"{question}\n\n{CLOSING}", gold) for question, gold in read_problems(config.data)]
             if config.data else [arithmetic(config.seed, i) for i in range(ARITHMETIC)])
     rows = [(encode_prompt(tokenizer, question), gold) for question, gold in read]
@@ -467,30 +467,10 @@ def problem_stream(config: Config, tokenizer) -> tuple[Callable[[int, int], list
             max(len(ids) for ids, _ in rows))
 
 
-def device(given: str, name: str) -> torch.device:
-    """The device that a flag names. Raises ValueError where torch has none of that name."""
-    try:
-        return torch.empty(0, device=given).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"{flag(name)} {given}: {str(error).splitlines()[0]}") from None
-
-
-@dataclass
-class Run:
-    """The parts of a run, loaded."""
-    config: Config
-    tokenizer: object  # of transformers, which only model.py imports
-    draw: Callable[[int, int], list[Problem]]
-    generator: Generator
-    trainer: Trainer
-    timeline: Timeline
-    rollouts: "hashlib._Hash" = field(default_factory=hashlib.sha256)  # of all sampled ids
-
-
-def set_up(config: Config, out: Path) -> Run:
-    """Load models and data. Raises ValueError or OSError for what the user can mend."""
-    train_on = device(config.train_devices or str(default_device()), "train_devices")
-    rollout_on = device(config.rollout_devices or str(train_on), "rollout_devices")
+def set_up(config: Config, out: Path) -> SimpleNamespace:
+    """The parts of a run, loaded. Raises ValueError or OSError for what the user can mend."""
+    train_on = device(config.train_devices)
+    rollout_on = device(config.rollout_devices or str(train_on))
     dtype = getattr(torch, config.dtype)
     begun = time.perf_counter()
     policy, tokenizer = load(config.model, train_on, seed=config.seed)
@@ -509,18 +489,20 @@ def set_up(config: Config, out: Path) -> Run:
     timeline = Timeline(out / "trace.json")
     generate, train = Worker("generate", rollout_on, timeline), Worker("train", train_on, timeline)
     generate.other, train.other = train, generate
-    return Run(config, tokenizer, draw, Generator([inference], generate, config.seed),
-               Trainer(models, train, config), timeline)
+    return SimpleNamespace(
+        config=config, tokenizer=tokenizer, draw=draw, timeline=timeline, rollouts=hashlib.sha256(),
+        generator=Generator([inference], generate, config.seed),
+        trainer=Trainer(models, train, config))
 
 
-async def run_periods(run: Run, out: Path) -> list[dict]:
+async def run_periods(run, out: Path) -> list[dict]:
     """The loop of a run. Returns the metrics of every period, as metrics.jsonl holds them."""
     config, trainer, timeline, history = run.config, run.trainer, run.timeline, []
     scorers = ThreadPoolExecutor(thread_name_prefix="reward")  # a reward must not stop the loop
 
     def rewards_of(problem, responses):
-        texts = [run.tokenizer.decode(r.ids, skip_special_tokens=True) for r in responses]
-        return [math_reward(text, problem.answer) for text in texts]
+        return [math_reward(run.tokenizer.decode(r.ids, skip_special_tokens=True), problem.answer)
+                for r in responses]
 
     async def score(problem, responses):
         return await asyncio.get_running_loop().run_in_executor(
@@ -548,7 +530,7 @@ async def run_periods(run: Run, out: Path) -> list[dict]:
     return history
 
 
-def summary(run: Run, history: list[dict]) -> dict:
+def summary(run, history: list[dict]) -> dict:
     """What a run prints last."""
     seconds, tokens = (sum(h[name] for h in history) for name in ("seconds", "tokens"))
     generate, train = (sum(h[name] * h["seconds"] for h in history) / seconds
@@ -569,8 +551,8 @@ def summary(run: Run, history: list[dict]) -> dict:
 
 
 def train(config: Config) -> dict:
-    """A whole run. Returns what is printed last. Raises UserError for what the user can mend, and
-    the original error, not a group around it, for whatever fails later."""
+    """A whole run; returns what is printed last. Raises UserError for what the user can mend, later
+    the original error, not a group around it."""
     try:
         config = config.checked()
         out = Path(config.out or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
@@ -593,9 +575,7 @@ def train(config: Config) -> dict:
 
 def original(error: BaseException) -> BaseException:
     """The first error in a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    return original(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -343,9 +343,11 @@ PLANTS = {
 
 
 def start(plant, *flags):
+    """A run with a planted fault; Ctrl-C reaches it even where the tests run in the background."""
     code = PLANT.replace("{plant}", plant)
     return subprocess.Popen([sys.executable, "-c", code, *flags], cwd=ROOT, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 def flags(folder, out, *more):

@@ -1,0 +1,138 @@
+"""What the overlap gains: a period's generation, its training, one after the other, at once.
+
+    python tests/bench_overlap.py MODEL [--groups 24] [--new-tokens 48]
+
+One core each first, then both schedules on all cores. Groups of 4 samples, lengths mixed (a
+response ends after a length drawn in advance), every group really trained (beta > 0). Prints the
+seconds of a period, the bound (Tg + Tt) / max(Tg, Tt), the share of it reached, and the timelines.
+"""
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import periodic_async
+from periodic_async import Config, run_period, set_up
+
+
+class Silent:
+    """A trainer that takes groups and does nothing: generation alone."""
+
+    async def consume(self, group):
+        pass
+
+    async def step(self):
+        return {}
+
+
+class Replay:
+    """A generator that has everything already: training alone."""
+    version = 0
+
+    def __init__(self, groups):
+        self.responses = {g.problem.key: list(g.responses) for g in groups}
+
+    async def generate(self, problem, samples):
+        return self.responses[problem.key]
+
+
+async def rewards(problem, responses):
+    return [float(len(r.ids) % 2) for r in responses]
+
+
+def fix_lengths(copy, longest):
+    """Responses end after a length drawn from (key, sample), and never before."""
+    def ended(rows):
+        done = []
+        for row in rows:
+            future, sample = copy.request[row]
+            rng = np.random.default_rng([int(copy.length[row]), int(copy.uniforms[row, 0] * 2**24)])
+            if copy.count[row] == rng.integers(longest // 6, longest + 1):
+                n = copy.count[row]
+                done.append((future, sample, copy.ids[row, :n].tolist(),
+                             copy.logprobs[row, :n].tolist(), True))
+                copy.request[row] = None
+                copy.open[copy.slot[row]] -= 1
+        return done
+    copy._ended = ended
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--groups", type=int, default=24)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--micro-batch-groups", type=int, default=1)
+    given = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as out:
+        config = Config(model=given.model, prompts=given.groups, samples=given.samples, beta=0.04,
+                        rows=given.rows, max_new_tokens=given.new_tokens, periods=1,
+                        learning_rate=1e-9, micro_batch_groups=given.micro_batch_groups).checked()
+        measure(given, set_up(config, Path(out)))
+
+
+def measure(given, run):
+    fix_lengths(run.generator.copies[0], given.new_tokens)
+    problems = run.draw(0, given.groups)
+    timelines = {}
+
+    async def period(generator, trainer, overlap):
+        """Seconds of one period; the version stays 0, so that every period does the same work."""
+        run.timeline.open()
+        groups, _ = await run_period(generator, trainer, problems, given.samples, rewards, overlap)
+        run.timeline.close()
+        run.trainer.version = 0
+        return groups, run.timeline.end - run.timeline.start
+
+    async def measured():
+        seconds = {}
+        async with run.generator as generator:
+            groups, _ = await period(generator, Silent(), True)  # warm-up
+            await period(Replay(groups[:2] + groups[2:]), run.trainer, True)
+            cases = {"generate": (generator, Silent(), True, False),
+                     "train": (Replay(groups), run.trainer, True, False),
+                     "sync": (generator, run.trainer, False, False),
+                     "async": (generator, run.trainer, True, False),
+                     "sync_all_cores": (generator, run.trainer, False, True),
+                     "lending": (generator, run.trainer, True, True)}
+            for _ in range(given.repeats):  # interleaved: the machine's speed drifts
+                for name, (source, trainer, overlap, lend) in cases.items():
+                    periodic_async.LENDING = lend
+                    _, taken = await period(source, trainer, overlap)
+                    seconds.setdefault(name, []).append(taken)
+                    timelines[name] = run.timeline.blocks()
+        return {name: statistics.median(values) for name, values in seconds.items()}
+
+    seconds = asyncio.run(measured())
+    bound = ((seconds["generate"] + seconds["train"]) / max(seconds["generate"], seconds["train"]))
+    speedup = seconds["sync"] / seconds["async"]
+    print(f"{given.model}, float32, {os.cpu_count()} cores; {given.groups} groups of "
+          f"{given.samples} samples, up to {given.new_tokens} tokens, {given.rows} rows; median of "
+          f"{given.repeats}")
+    for name, taken in seconds.items():
+        print(f"{name.replace('_', ' '):15}{taken:8.2f} s")
+    print(f"async over sync, one core each: {speedup:.2f}x of a bound of {bound:.2f}x: "
+          f"{speedup / bound:.0%}")
+    print(f"async with lending over sync on all cores: "
+          f"{seconds['sync_all_cores'] / seconds['lending']:.2f}x")
+    for name in ("sync", "async", "lending"):
+        print(f"\n{name}\n{timelines[name]}")
+    print(json.dumps({f"{name}_seconds": taken for name, taken in seconds.items()}
+                     | {"bound": bound, "speedup": speedup, "share_of_bound": speedup / bound}))
+
+
+if __name__ == "__main__":
+    main()
