@@ -80,8 +80,8 @@ def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence
     """Lay G prompts and their responses (for each prompt a list of lists of ids) end to end, once.
 
     `share=False` gives every response its own copy of its prompt: the baseline, same results.
-    `multiple` fills T and the padded lengths inside attention up to multiples: on a CPU, 8 makes
-    the bits of a pass independent of the number of threads. A prompt may have no responses.
+    `multiple` fills up T and the lengths inside attention: with 8 the bits of a pass on a CPU do
+    not depend on the number of threads. A prompt may have no responses.
     Raises ValueError for an empty prompt or response."""
     if not share:
         prompts, responses = ([p for p, samples in zip(prompts, responses, strict=True)
@@ -140,9 +140,8 @@ class Slots:
     def __init__(self, layers: int, rows: int, heads: int, prompt: int, response: int, size: int,
                  *, dtype: torch.dtype, device: torch.device):
         # (layers, keys and values, slots, key/value heads, places, head size)
-        self.prompts = torch.zeros(layers, 2, rows, heads, prompt, size, dtype=dtype, device=device)
-        self.responses = torch.zeros(layers, 2, rows, heads, response, size, dtype=dtype,
-                                     device=device)
+        self.prompts, self.responses = (torch.zeros(layers, 2, rows, heads, n, size, dtype=dtype,
+                                                    device=device) for n in (prompt, response))
         self.row = torch.arange(rows, device=device)
         self.prefilled = [None] * layers  # per layer: keys and values, (1, heads, T, size)
 

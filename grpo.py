@@ -241,8 +241,7 @@ def group_advantages(rewards: Sequence[float], *, scale: bool = True,
 
 def token_weights(lengths: torch.Tensor, keep: torch.Tensor, kind: str, responses: int,
                   max_length: int) -> torch.Tensor:
-    """The weight (N,) that every token of a response, of `lengths` (N,) tokens, has in the sum that
-    is the loss of a period.
+    """The weight (N,) in the loss of a period that every token of a response of `lengths` has.
 
     `grpo` (arXiv 2402.03300): mean over a response's tokens, then over the P*K = `responses`.
     `dr_grpo` (arXiv 2503.20783): the divisor of every response is `max_length`, so that long wrong

@@ -29,7 +29,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Llama
 from attention import Packed, Slots, attach, pack, refuse
 
 HEAD_CHUNK = 2**24       # logits alive at once, in elements: 64 MiB of float32
-PREFILL_TOKENS = 4096    # prompt tokens prefilled at once, unless one prompt alone is longer
+PREFILL_TOKENS = 4096    # a prefill takes no further prompt from here on
 WIDTH_STEP = 32          # decoding attends over a multiple of this many places
 TINY_STEPS = 400         # supervised warm-up of the embedded model: about 10 s on two cores
 
@@ -180,7 +180,9 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, targets, normaliser = ctx.saved_tensors
         low, head = hidden.to(ctx.dtype), weight.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight)
+        # From the second micro-batch on straight into the gradient: one head-sized tensor less.
+        inplace = weight.grad is not None and ctx.dtype == weight.dtype
+        grad_weight = weight.grad if inplace else torch.zeros_like(weight)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(low, head):
                 # d logprob / d logits = (one-hot of the target) - softmax
@@ -193,7 +195,7 @@ class _HeadLogprobs(torch.autograd.Function):
                     grad_weight.addmm_(d.T, low[rows])
                 else:
                     grad_weight += d.T @ low[rows]
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, None if inplace else grad_weight, None, None
 
 
 class TriModel:
@@ -203,8 +205,7 @@ class TriModel:
     def __init__(self, policy, old=None, reference=None, *, temperature: float = 1.0,
                  dtype: torch.dtype = torch.float32):
         self.policy, self.old, self.reference = policy, old, reference
-        self.temperature, self.dtype = temperature, dtype
-        self.device = policy.device
+        self.temperature, self.dtype, self.device = temperature, dtype, policy.device
 
     def logprobs(self, packed: Packed, *, forward_old: bool = False) -> tuple:
         """(policy, old, reference or None) log-probs (A,) of one micro-batch. Until the first step
@@ -231,9 +232,8 @@ class InferenceCopy:
     """θ_t with its key/value slots: continuous batching over `rows` responses at a time.
 
     `submit` queues K responses to a prompt. A `step` starts responses in free rows while any wait,
-    earliest prompt first, else decodes one token for every row in flight; it returns the responses
-    that ended, with one read back to the host. `rows` is rounded up to a multiple of 8: else the
-    bits of a product depend on the number of threads."""
+    earliest prompt first, else decodes one token a row; it returns the responses that ended. `rows`
+    is rounded up to a multiple of 8: else the bits of a product depend on the number of threads."""
 
     def __init__(self, model, stop: Sequence[int], *, rows: int, longest_prompt: int,
                  max_new_tokens: int, temperature: float = 1.0,
@@ -278,7 +278,6 @@ class InferenceCopy:
 
     @property
     def admits(self) -> bool:
-        """Whether the next step starts responses rather than decodes."""
         return bool(self.waiting or self.staged) and None in self.request
 
     def step(self) -> list[tuple]:
@@ -294,15 +293,12 @@ class InferenceCopy:
         return self._ended(rows)
 
     def prefill(self, rows: int) -> None:
-        """Keys, values and next-token logits of the first waiting prompts, as many as fill `rows`,
-        in one packed pass: once a prompt, however many responses it gets."""
+        """Keys, values and logits of the first waiting prompts, as many as fill `rows`, in one
+        packed pass: once a prompt, however many responses it gets."""
         chosen, responses, tokens = [], 0, 0
-        while self.waiting and responses < rows:
-            tokens += len(self.waiting[0][1])
-            if chosen and tokens > PREFILL_TOKENS:
-                break
+        while self.waiting and responses < rows and tokens < PREFILL_TOKENS:
             chosen.append(self.waiting.popleft())
-            responses += len(chosen[-1][2])
+            tokens, responses = tokens + len(chosen[-1][1]), responses + len(chosen[-1][2])
         prompts = [prompt for _, prompt, _ in chosen]
         packed = pack(prompts, [[]] * len(prompts), multiple=8).to(self.device)
         hidden = self.model.base_model(input_ids=packed.input_ids, packed=packed, slots=self.slots,
@@ -314,8 +310,8 @@ class InferenceCopy:
         computed = torch.stack([torch.cat(layer) for layer in self.slots.prefilled])
         free = np.flatnonzero(self.open == 0)  # enough: a prompt's slot is a row's at most
         for i, ((ticket, prompt, uniforms), end, slot) in enumerate(zip(chosen, ends, free)):
-            places = slice(end - len(prompt), end)
-            self.slots.prompts[:, :, slot, :, :len(prompt)] = computed[:, :, :, places]
+            start = end - len(prompt)
+            self.slots.prompts[:, :, slot, :, :len(prompt)] = computed[:, :, :, start:end]
             self.open[slot] = len(uniforms)
             self.staged.extend((ticket, sample, slot, len(prompt), i, row_uniforms)
                                for sample, row_uniforms in enumerate(uniforms))
@@ -324,9 +320,9 @@ class InferenceCopy:
         """Give free rows to prefilled responses and sample their first tokens. Returns the rows."""
         rows, which = np.array(free[:len(self.staged)]), []
         for row in rows:
-            ticket, sample, self.slot[row], self.length[row], prompt, self.uniforms[row] = (
+            *request, self.slot[row], self.length[row], prompt, self.uniforms[row] = (
                 self.staged.popleft())
-            self.request[row], self.count[row] = (ticket, sample), 0
+            self.request[row], self.count[row] = request, 0
             which.append(prompt)
         filling = (0, -len(rows) % 8)
         which = torch.from_numpy(np.pad(which, filling)).to(self.device)
@@ -335,8 +331,7 @@ class InferenceCopy:
         return rows
 
     def _close_holes(self) -> int:
-        """Move the last rows into rows that ended: a step works on the first rows only. Returns how
-        many are in flight."""
+        """Move the last rows into rows that ended: a step works on the first. How many are left."""
         live = [row for row, request in enumerate(self.request) if request is not None]
         holes = [row for row in range(len(live)) if self.request[row] is None]
         for hole, row in zip(holes, reversed(live)):

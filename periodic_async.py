@@ -14,7 +14,6 @@ Who waits for what:
      Generator   prefills and decodes while any request waits; the end of a group wakes `produce`
      run_period  gives scored groups to `Trainer.consume` in the order in which their generation
                  ended; after P groups calls `Trainer.step`, the one optimizer step of the period
-   The synchronous schedule is the same function with one more line: it waits for all producers.
 """
 import argparse
 import asyncio
@@ -50,7 +49,6 @@ WARMUP_PERIODS = 5    # until the learning rate is reached, linearly
 BAD_STEPS = 3         # steps in a row without a finite gradient that end the run
 LENDING = True        # a side may use the other's CPU cores while the other has nothing to do
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-ARITHMETIC = 1000     # problems of the self-made task in an epoch
 TINY = {"learning_rate": 2e-4, "max_new_tokens": 8, "micro_batch_groups": 4}
 OTHER = {"learning_rate": 1e-6, "max_new_tokens": 512, "micro_batch_groups": 1}
 
@@ -170,9 +168,12 @@ class Timeline:
 
 class Worker:
     """One side's thread for torch work, and on an accelerator its stream. No event joins the two
-    streams: groups and a step's metrics are host values, and the weights are copied after those."""
+    streams: groups and a step's metrics are host values, and the weights are copied after those.
+    While the other side has nothing to do, work goes to a `shared` thread, which uses all cores.
+    (One, because OpenMP threads of two pools, more than cores, sleep after every operation.)"""
 
-    def __init__(self, side: str, device: torch.device, timeline: Timeline):
+    def __init__(self, side: str, device: torch.device, timeline: Timeline,
+                 shared: ThreadPoolExecutor | None = None):
         self.side, self.timeline = side, timeline
         self.other: Worker | None = None
         self.needed = False  # this side has work, and wants its cores
@@ -180,23 +181,30 @@ class Worker:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)  # what was loaded, on another stream, is there
             self.stream = torch.Stream(device)
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix=side)
+        self.own = thread(side)
+        self.shared = shared or self.own
 
     async def run(self, name: str, function: Callable, *args):
-        """Call a function in this side's thread; a span of the timeline under `name`."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self.executor, self._call, name, function, args)
-
-    def _call(self, name, function, args):
+        """Call a function in a thread; a span of the timeline under `name`."""
         # The rounding of a step's gradient norm depends on the number of threads: always the same.
         alone = name == "step" or (LENDING and not (self.other and self.other.needed))
-        torch.set_num_threads(CORES if alone else max(1, CORES // 2))  # of this thread alone
+        where, cores = (self.shared, CORES) if alone else (self.own, max(1, CORES // 2))
+        return await asyncio.get_running_loop().run_in_executor(
+            where, self._call, cores, name, function, args)
+
+    def _call(self, cores, name, function, args):
+        torch.set_num_threads(cores)  # of this thread alone
         start = self.timeline.now()
         try:
             with self.stream:
                 return function(*args)
         finally:
             self.timeline.spans.append((self.side, name, start, self.timeline.now()))
+
+
+def thread(name: str) -> ThreadPoolExecutor:
+    """One thread. It asks for its number of torch threads: the first time sets any other's last."""
+    return ThreadPoolExecutor(1, name, initializer=torch.get_num_threads)
 
 
 class Generator:
@@ -291,9 +299,8 @@ class MicroBatch:
 
 
 class Trainer:
-    """Accumulates the gradient of a period, a micro-batch at a time; `step` applies it. A micro-
-    batch is a fixed number of groups in the order they come, never what happens to wait: its
-    composition, and so every rounding, is that of the synchronous schedule."""
+    """Accumulates the gradient of a period; `step` applies it. A micro-batch is a fixed number of
+    groups in the order they come, never what happens to wait: every rounding is that of `sync`."""
 
     def __init__(self, models: TriModel, worker: Worker, config: Config):
         self.models, self.worker, self.config = models, worker, config
@@ -423,8 +430,8 @@ class Trainer:
 async def run_period(generator, trainer, problems: Sequence[Problem], samples: int,
                      score: Callable, overlap: bool) -> tuple[list[Group], dict[str, float]]:
     """One period: generate, score and train `samples` responses to every problem, then step.
-    Returns the groups in the order they were trained, and the step's metrics. `score(problem,
-    responses)` is a coroutine that returns rewards. Whatever raises ends the period at once."""
+    Returns the groups in the order trained, and the step's metrics. `score(problem, responses)` is
+    a coroutine that returns rewards. Whatever raises ends the period at once."""
     queue = asyncio.Queue()
     groups = []
 
@@ -454,7 +461,7 @@ def problem_stream(config: Config, tokenizer) -> tuple[Callable[[int, int], list
     """A function (start, count) -> problems of the endless stream, and the longest prompt's tokens.
     Raises ValueError where there are fewer than a period needs."""
     read = ([(f"{question}\n\n{CLOSING}", gold) for question, gold in read_problems(config.data)]
-            if config.data else [arithmetic(config.seed, i) for i in range(ARITHMETIC)])
+            if config.data else [arithmetic(config.seed, i) for i in range(1000)])
     rows = [(encode_prompt(tokenizer, question), gold) for question, gold in read]
     rows = [row for row in rows if len(row[0]) <= config.max_prompt_tokens]
     if len(rows) < len(read):
@@ -467,7 +474,7 @@ def problem_stream(config: Config, tokenizer) -> tuple[Callable[[int, int], list
             max(len(ids) for ids, _ in rows))
 
 
-def set_up(config: Config, out: Path) -> SimpleNamespace:
+def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNamespace:
     """The parts of a run, loaded. Raises ValueError or OSError for what the user can mend."""
     train_on = device(config.train_devices)
     rollout_on = device(config.rollout_devices or str(train_on))
@@ -487,7 +494,8 @@ def set_up(config: Config, out: Path) -> SimpleNamespace:
           f"{time.perf_counter() - begun:.0f} s. Output goes to {out}. The run:",
           " ".join(f"{flag(name)} {value}" for name, value in vars(config).items()))
     timeline = Timeline(out / "trace.json")
-    generate, train = Worker("generate", rollout_on, timeline), Worker("train", train_on, timeline)
+    generate, train = (Worker(side, where, timeline, shared) for side, where in
+                       (("generate", rollout_on), ("train", train_on)))
     generate.other, train.other = train, generate
     return SimpleNamespace(
         config=config, tokenizer=tokenizer, draw=draw, timeline=timeline, rollouts=hashlib.sha256(),
@@ -500,13 +508,11 @@ async def run_periods(run, out: Path) -> list[dict]:
     config, trainer, timeline, history = run.config, run.trainer, run.timeline, []
     scorers = ThreadPoolExecutor(thread_name_prefix="reward")  # a reward must not stop the loop
 
-    def rewards_of(problem, responses):
-        return [math_reward(run.tokenizer.decode(r.ids, skip_special_tokens=True), problem.answer)
-                for r in responses]
-
     async def score(problem, responses):
-        return await asyncio.get_running_loop().run_in_executor(
-            scorers, rewards_of, problem, responses)
+        def rewards():
+            return [math_reward(run.tokenizer.decode(r.ids, skip_special_tokens=True),
+                                problem.answer) for r in responses]
+        return await asyncio.get_running_loop().run_in_executor(scorers, rewards)
 
     async with run.generator as generator:
         with (open(out / "metrics.jsonl", "w") as log,
@@ -557,7 +563,8 @@ def train(config: Config) -> dict:
         config = config.checked()
         out = Path(config.out or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
         out.mkdir(parents=True, exist_ok=True)
-        run = set_up(config, out)
+        shared = thread("all cores")
+        run = shared.submit(set_up, config, out, shared).result()
     except (ValueError, OSError) as error:
         raise UserError(" ".join(str(error).split())) from error
     try:

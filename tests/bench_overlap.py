@@ -81,7 +81,8 @@ def main():
         config = Config(model=given.model, prompts=given.groups, samples=given.samples, beta=0.04,
                         rows=given.rows, max_new_tokens=given.new_tokens, periods=1,
                         learning_rate=1e-9, micro_batch_groups=given.micro_batch_groups).checked()
-        measure(given, set_up(config, Path(out)))
+        shared = periodic_async.thread("all cores")
+        measure(given, shared.submit(set_up, config, Path(out), shared).result())
 
 
 def measure(given, run):
