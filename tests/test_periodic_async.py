@@ -413,7 +413,7 @@ def bad_inputs(tmp_path_factory, random_folder):
     (["--model", "{bad}/nowhere"], "nowhere"), (["--model", "{bad}"], "{bad}"),
     (["--model", "{bad}/sliding"], "sliding_window=4096"),
     (["--out", "{bad}/empty.jsonl"], "empty.jsonl"),
-    (["--train-devices", "cuda:0"], "--train-devices cuda:0"),
+    (["--train-devices", "cuda:0"], "no device cuda:0"),
 ])
 def test_a_users_mistake_is_one_sentence(bad_inputs, random_folder, tmp_path, capfd, monkeypatch,
                                          wrong, says):
