@@ -19,7 +19,8 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 KINDS = ("shared", "dense")
@@ -30,19 +31,19 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 @dataclass(frozen=True)
 class Packed:
     """A micro-batch as one row, and the indices attention needs. Made by `pack`."""
-    input_ids: torch.Tensor          # (1, T)
-    position_ids: torch.Tensor       # (1, T)
-    predictors: torch.Tensor         # (A,) the place whose hidden state predicts a response token
-    targets: torch.Tensor            # (A,) that token
-    response_of: torch.Tensor        # (A,) the response it belongs to, 0 .. N-1
-    lengths: torch.Tensor            # (N,) tokens of each response
-    group_of_place: torch.Tensor     # (T,) the prompt of a place; padding is a group of its own
-    response_of_place: torch.Tensor  # (T,) the response of a place, -1 in a prompt
-    prompt_of: torch.Tensor          # (N,) the prompt of each response, 0 .. G-1
-    prompt_lengths: torch.Tensor     # (G,)
-    prompt_places: torch.Tensor      # (G, longest prompt) places, filled up with 0
-    response_places: torch.Tensor    # (N, longest response)
-    restore: torch.Tensor            # (T,) where a place went in [prompt_places, response_places]
+    input_ids: Tensor          # (1, T)
+    position_ids: Tensor       # (1, T)
+    predictors: Tensor         # (A,) the place whose hidden state predicts a response token
+    targets: Tensor            # (A,) that token
+    response_of: Tensor        # (A,) the response it belongs to, 0 .. N-1
+    lengths: Tensor            # (N,) tokens of each response
+    group_of_place: Tensor     # (T,) the prompt of a place; padding is a group of its own
+    response_of_place: Tensor  # (T,) the response of a place, -1 in a prompt
+    prompt_of: Tensor          # (N,) the prompt of each response, 0 .. G-1
+    prompt_lengths: Tensor     # (G,)
+    prompt_places: Tensor      # (G, longest prompt) places, filled up with 0
+    response_places: Tensor    # (N, longest response)
+    restore: Tensor            # (T,) where a place went in [prompt_places, response_places]
 
     def to(self, device) -> "Packed":
         return Packed(*(getattr(self, f.name).to(device, non_blocking=True)
@@ -54,31 +55,28 @@ class Packed:
         own, triangle = prompt[self.prompt_of], lambda n: n * (n + 1) // 2
         return {"tokens_shared": int(prompt.sum() + response.sum()),
                 "tokens_repeated": int((own + response).sum()),
-                "pairs_shared": int(triangle(prompt).sum()
-                                    + (triangle(response) + response * own).sum()),
+                "pairs_shared": int(triangle(prompt).sum() + triangle(response).sum()
+                                    + (response * own).sum()),
                 "pairs_repeated": int(triangle(own + response).sum())}
 
     @cached_property
-    def dense_mask(self) -> torch.Tensor:
+    def dense_mask(self) -> Tensor:
         return shared_prompt_mask(self)[None, None]  # (1, 1, T, T)
 
     @cached_property
-    def response_mask(self) -> torch.Tensor:
+    def response_mask(self) -> Tensor:
         """(N, 1, R, P + R) bool: a token sees its whole prompt and its own response so far.
         No row is empty, not even padding's: a softmax over nothing would be NaN."""
-        p, r = self.prompt_places.shape[1], self.response_places.shape[1]
+        (n, r), p = self.response_places.shape, self.prompt_places.shape[1]
         device = self.restore.device
         in_prompt = torch.arange(p, device=device) < self.prompt_lengths[self.prompt_of, None]
         so_far = torch.ones(r, r, dtype=torch.bool, device=device).tril()
-        n = len(self.lengths)
-        visible = torch.cat([in_prompt[:, None, :].expand(n, r, p), so_far.expand(n, r, r)], 2)
-        return visible[:, None]
+        return torch.cat([in_prompt[:, None].expand(n, r, p), so_far.expand(n, r, r)], 2)[:, None]
 
 
 def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence[int]]], *,
          share: bool = True, multiple: int = 1) -> Packed:
     """Lay G prompts and their responses (for each prompt a list of lists of ids) end to end, once.
-
     `share=False` gives every response its own copy of its prompt: the baseline, same results.
     `multiple` fills up T and the lengths inside attention: with 8 the bits of a pass on a CPU do
     not depend on the number of threads. A prompt may have no responses.
@@ -123,7 +121,7 @@ def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence
         table[groups * width:].reshape(rows, response_width), np.pad(restore, filling))))
 
 
-def shared_prompt_mask(packed: Packed) -> torch.Tensor:
+def shared_prompt_mask(packed: Packed) -> Tensor:
     """The definition, (T, T) bool, True = may attend: an earlier place of the same group that is in
     the prompt or in the same response."""
     group, response = packed.group_of_place, packed.response_of_place
@@ -139,58 +137,69 @@ class Slots:
 
     def __init__(self, layers: int, rows: int, heads: int, prompt: int, response: int, size: int,
                  *, dtype: torch.dtype, device: torch.device):
-        # (layers, keys and values, slots, key/value heads, places, head size)
-        self.prompts, self.responses = (torch.zeros(layers, 2, rows, heads, n, size, dtype=dtype,
-                                                    device=device) for n in (prompt, response))
-        self.row = torch.arange(rows, device=device)
-        self.prefilled = [None] * layers  # per layer: keys and values, (1, heads, T, size)
+        # Keys (layers, slots, key/value heads, size, places): in this order the bits of a query's
+        # product do not depend on threads. Values (layers, slots, heads, places, size).
+        self.prompts, self.responses = (
+            [torch.zeros(layers, rows, heads, *shape, dtype=dtype, device=device)
+             for shape in ((size, places), (places, size))] for places in (prompt, response))
 
-    def at(self, lengths: torch.Tensor, places: torch.Tensor, lanes: torch.Tensor,
-           lane_of_row: torch.Tensor, widths: tuple[int, int]) -> "Slots":
-        """Aim the next step. Row i has a prompt of lengths[i] tokens and writes its places[i];
+    def into(self, stored: Sequence[Tensor], slot: Tensor, place: Tensor):
+        """Aim the next pass: token i is written to slot[i] and place[i] of prompts or responses."""
+        self.stored, self.slot, self.place = stored, slot, place
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store the keys and values, (n, heads, size), of the tokens that `into` has aimed."""
+        n = len(self.slot)
+        keys, values = (stored[layer] for stored in self.stored)
+        keys[self.slot, :, :, self.place] = key[:n].to(keys.dtype)
+        values[self.slot, :, self.place] = value[:n].to(values.dtype)
+
+    def at(self, lengths: Tensor, places: Tensor, lanes: Tensor,
+           lane_of_row: Tensor, widths: tuple[int, int]) -> "Slots":
+        """Aim a decode step. Row i has a prompt of lengths[i] tokens and writes its places[i];
         lanes (slots, K) are the rows that read each prompt slot, lane_of_row their inverse."""
-        self.places, self.widths, self.count = places, widths, len(lanes)
+        self.into(self.responses, torch.arange(len(places), device=places.device), places)
+        self.widths, self.count = widths, len(lanes)
         prompt, own = (torch.arange(width, device=places.device) for width in widths)
         hidden = torch.cat([prompt >= lengths[:, None], own > places[:, None]], 1)
         self.bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
         # The same for rows and lanes split by key/value head: (rows, heads) and (slots, heads, K).
-        heads, k = self.prompts.shape[3], lanes.shape[1]
+        heads, k = self.prompts[0].shape[2], lanes.shape[1]
         head = torch.arange(heads, device=places.device)
         self.to_lanes = (lanes[:, None, :] * heads + head[:, None]).flatten()
-        self.to_rows = (lane_of_row[:, None] + (lane_of_row[:, None] // k * (heads - 1) + head) * k
-                        ).flatten()
+        lane = lane_of_row[:, None]
+        self.to_rows = (lane + (lane // k * (heads - 1) + head) * k).flatten()
         return self
 
-    def _with_prompts(self, x: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    def _with_prompts(self, x: Tensor, stored: Tensor) -> Tensor:
         """Products of x (rows * heads, g, n) with what each row's prompt slot holds, (slots, heads,
         n, m): the rows of a prompt are multiplied together, so that it is read once."""
         g, n = x.shape[1:]
         x = x.index_select(0, self.to_lanes).view(self.count, stored.shape[1], -1, n) @ stored
         return x.view(-1, g, x.shape[-1]).index_select(0, self.to_rows)
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-               scaling: float) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor,
+               scaling: float) -> Tensor:
         """Attention of one new token a row, (rows, heads, 1, size), to its prompt and its response.
-        Written as matrix products over the query heads of a key head, filled up to 4s: unlike
-        one-query `scaled_dot_product_attention` its bits do not depend on threads."""
+        Written as matrix products over the query heads of a key head: unlike one-query
+        `scaled_dot_product_attention` its bits do not depend on threads."""
         rows, heads, _, size = query.shape
-        own, prompt = self.responses[layer, :, :rows], self.prompts[layer, :, :self.count]
-        for stored, new in zip(own, (key, value)):
-            stored[self.row[:rows], :, self.places] = new[:, :, 0].to(stored.dtype)
-        prompt = prompt[..., :self.widths[0], :]
-        own = own[..., :self.widths[1], :].flatten(1, 2)  # keys and values, (rows * heads, ..)
-        share = rows * heads // own.shape[1]
-        query = pad((query * scaling).view(-1, share, size).to(own.dtype), (0, 0, 0, -share % 4))
-        scores = torch.cat([self._with_prompts(query, prompt[0].transpose(-1, -2)),
-                            query @ own[0].transpose(-1, -2)], -1)
+        self.write(layer, key[:, :, 0], value[:, :, 0])
+        keys, values = (stored[layer, :rows].flatten(0, 1) for stored in self.responses)
+        keys, values = keys[..., :self.widths[1]], values[:, :self.widths[1]]  # (rows * heads, ..)
+        prompt_keys, prompt_values = (stored[layer, :self.count] for stored in self.prompts)
+        query = (query * scaling).view(len(keys), -1, size).to(keys.dtype)
+        scores = torch.cat([self._with_prompts(query, prompt_keys[..., :self.widths[0]]),
+                            query @ keys], -1)
         scores = scores.view(rows, -1, *scores.shape[1:]) + self.bias[:, None, None]
-        weights = scores.softmax(-1).flatten(0, 1).to(own.dtype)  # float32 before, as the bias is
+        weights = scores.softmax(-1).flatten(0, 1).to(keys.dtype)  # float32 before, as the bias is
         of_prompt, of_own = weights.split(self.widths, -1)
-        output = self._with_prompts(of_prompt, prompt[1]) + of_own @ own[1]
-        return output[:, :share].reshape(rows, 1, heads, size)
+        output = (self._with_prompts(of_prompt, prompt_values[..., :self.widths[0], :])
+                  + of_own @ values)
+        return output.view(rows, 1, heads, size)
 
 
-def _gather(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _gather(x: Tensor, places: Tensor) -> Tensor:
     """(1, heads, T, size) at places (B, L) -> (B, heads, L, size)."""
     rows = x[0].transpose(0, 1).index_select(0, places.flatten())
     return rows.view(*places.shape, *rows.shape[1:]).transpose(1, 2)
@@ -228,7 +237,7 @@ def _attention(over_packed):
         if packed is None:
             return slots.attend(module.layer_idx, query, key, value, scaling), None
         if slots is not None:
-            slots.prefilled[module.layer_idx] = key, value
+            slots.write(module.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
         return over_packed(query, key, value, packed, scaling), None  # (1, T, heads, size)
     return attention
 
@@ -244,9 +253,8 @@ def refuse(config) -> None:
     if config.model_type not in ARCHITECTURES:
         raise ValueError(f"{config.model_type} is not among the supported architectures: "
                          f"{', '.join(ARCHITECTURES)}")
-    found = [f"{name}={value}" for name in ("sliding_window", "attention_chunk_size",
-                                               "attn_logit_softcapping")
-             if (value := getattr(config, name, None))]
+    narrower = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping")
+    found = [f"{name}={value}" for name in narrower if (value := getattr(config, name, None))]
     found += sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
     if found:
         raise ValueError(f"this {config.model_type} model has {', '.join(found)}: a shared prompt "

@@ -13,7 +13,6 @@ Where this departs from the textbook:
 Dimension letters, here and in the other files: P prompts a period, K samples a prompt, N responses
 in a micro-batch, T packed tokens, A response tokens, V vocabulary.
 """
-import functools
 import json
 import re
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 LOSSES = ("grpo", "dr_grpo", "dapo")
 CLOSING = "Reason step by step, then write the final answer after ####."
@@ -62,7 +62,6 @@ def arithmetic(seed: int, index: int) -> tuple[str, str]:
 
 def read_problems(path: str | Path) -> list[tuple[str, str]]:
     """Questions and gold answers of a JSONL file or of a JSON array of objects.
-
     The question stands in `question`, `problem` or `prompt`, the gold answer in `answer`, after
     the last `####` if there is one. Raises OSError, and ValueError that names file and line."""
     try:
@@ -115,14 +114,11 @@ def draw_problems(rows: Sequence[tuple[tuple[int, ...], str]], seed: int, start:
     ids, gold answer), end to end. A pure function, so a resumed run needs no state."""
     size = len(rows)
     places = [divmod(index, size) for index in range(start, start + count)]
+    order = {epoch: np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(size)
+             for epoch in {epoch for epoch, _ in places}}
     # A key names its row, key % size, and is unique although epochs repeat the rows.
-    keys = [epoch * size + int(_epoch_order(seed, epoch, size)[place]) for epoch, place in places]
+    keys = [epoch * size + int(order[epoch][place]) for epoch, place in places]
     return [Problem(*rows[key % size], key) for key in keys]
-
-
-@functools.lru_cache(maxsize=2)
-def _epoch_order(seed, epoch, size):
-    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(size)
 
 
 # 65 digits at most: no sane answer is longer, and int() refuses thousands of them.
@@ -227,7 +223,7 @@ def math_reward(response: str, gold: str) -> float:
 
 
 def group_advantages(rewards: Sequence[float], *, scale: bool = True,
-                     epsilon: float = 1e-4) -> torch.Tensor:
+                     epsilon: float = 1e-4) -> Tensor:
     """Advantages (K,) of one group: (r - mean) / (std + epsilon), with the sample standard
     deviation (n - 1) and TRL's epsilon; verl's is 1e-6. `scale=False` does not divide (Dr. GRPO).
     Equal rewards give exact zeros, found by max == min: eight rewards of 0.35 have a standard
@@ -239,29 +235,24 @@ def group_advantages(rewards: Sequence[float], *, scale: bool = True,
     return (centred / (r.std() + epsilon) if scale else centred).float()
 
 
-def token_weights(lengths: torch.Tensor, keep: torch.Tensor, kind: str, responses: int,
-                  max_length: int) -> torch.Tensor:
+def token_weights(lengths: Tensor, keep: Tensor, kind: str, responses: int,
+                  max_length: int) -> Tensor:
     """The weight (N,) in the loss of a period that every token of a response of `lengths` has.
-
     `grpo` (arXiv 2402.03300): mean over a response's tokens, then over the P*K = `responses`.
     `dr_grpo` (arXiv 2503.20783): the divisor of every response is `max_length`, so that long wrong
     answers are not punished less a token. `dapo` (arXiv 2503.14476): mean over all tokens of the
     period; their number is unknown until the last group is in, so the weight is 1 and the gradient
     is scaled before the step. Responses that `keep` (N,) masks weigh 0 and still count in P*K."""
-    if kind == "grpo":
-        weights = 1.0 / (lengths * responses)
-    elif kind == "dr_grpo":
-        weights = torch.full_like(lengths, 1.0 / (responses * max_length), dtype=torch.float32)
-    elif kind == "dapo":
-        weights = torch.ones_like(lengths, dtype=torch.float32)
-    else:
+    if kind not in LOSSES:  # bnpo's divisor, the tokens of a micro-batch, depends on the split
         raise ValueError(f"no loss named {kind!r}; there are {', '.join(LOSSES)}")
-    return weights * keep
+    weights = {"grpo": 1.0 / (lengths * responses), "dapo": torch.ones_like(lengths),
+               "dr_grpo": torch.full_like(lengths, 1.0 / (responses * max_length), dtype=float)}
+    return weights[kind].float() * keep
 
 
-def grpo_loss(logprobs: torch.Tensor, old: torch.Tensor, reference: torch.Tensor | None,
-              advantages: torch.Tensor, weights: torch.Tensor, *, clip_low: float = 0.2,
-              clip_high: float = 0.2, beta: float = 0.0) -> tuple[torch.Tensor, dict]:
+def grpo_loss(logprobs: Tensor, old: Tensor, reference: Tensor | None,
+              advantages: Tensor, weights: Tensor, *, clip_low: float = 0.2,
+              clip_high: float = 0.2, beta: float = 0.0) -> tuple[Tensor, dict]:
     """The clipped surrogate of a micro-batch plus beta times the KL to the reference, and metrics.
 
     All arguments are (A,), one entry a response token; `weights` from `token_weights`. Per token

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import pad
@@ -30,15 +31,13 @@ from attention import Packed, Slots, attach, pack, refuse
 
 HEAD_CHUNK = 2**24       # logits alive at once, in elements: 64 MiB of float32
 PREFILL_TOKENS = 4096    # a prefill takes no further prompt from here on
-WIDTH_STEP = 32          # decoding attends over a multiple of this many places
+WIDTH_STEP = 16          # decoding attends over a multiple of this many places
 TINY_STEPS = 400         # supervised warm-up of the embedded model: about 10 s on two cores
 
 
 def device(name: str) -> torch.device:
     """`cpu`, `cuda:0`, `npu:0`, ..; empty: the first accelerator, else the CPU. Or ValueError."""
-    if not name:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        name = f"{found.type}:0" if found is not None else "cpu"
+    name = name or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -48,7 +47,6 @@ def device(name: str) -> torch.device:
 def load(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, *,
          seed: int = 0) -> tuple:
     """A causal language model in train mode with shared-prompt attention, and its tokenizer.
-
     `name` is `tiny` (made here, from `seed`), a folder or a hub id. Dropout is off: with it, the
     trainer would score tokens under another model than sampled them. Raises ValueError that says
     what is wrong with name, architecture or files."""
@@ -119,29 +117,32 @@ def _tiny(seed):
                            rng.integers(0, 19, (25, 4)))
         packed = pack([prompts[a, b] for a, b in pairs],
                       [[answers[n] for n in row] for row in numbers])
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1.0, step / 50) * (1 - step / TINY_STEPS)
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, step / 50) * (1 - step / TINY_STEPS)
         (-token_logprobs(model, packed).mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
     return model, tokenizer
 
 
-def token_logprobs(model, packed: Packed, temperature: float = 1.0) -> torch.Tensor:
+def token_logprobs(model, packed: Packed, temperature: float = 1.0,
+                   sums: dict | None = None) -> Tensor:
     """log p(token | what it may attend to) of every response token, (A,), differentiable.
-
     The head sees only the places that predict a response token, in chunks that the backward pass
-    computes again. Its product follows autocast; the log-softmax is float32, float64 for such."""
+    computes again. Its product follows autocast; the log-softmax is float32, float64 for such.
+    `sums["entropy_sum"]` becomes the sum of the entropies of the A distributions, in nats."""
     hidden = model.base_model(input_ids=packed.input_ids, position_ids=packed.position_ids,
                               packed=packed, use_cache=False).last_hidden_state[0]
     # index_select, not hidden[...]: a prompt's last place occurs K times, and only the backward
     # pass of index_select adds those gradients in a fixed order.
     # Filled up to a multiple of 8 rows: below one the bits of the products depend on threads.
-    filling = (0, -len(packed.targets) % 8)
-    logprobs = _HeadLogprobs.apply(hidden.index_select(0, pad(packed.predictors, filling)),
-                                   model.get_output_embeddings().weight,
-                                   pad(packed.targets, filling), temperature)
-    return logprobs[:len(packed.targets)]
+    tokens = len(packed.targets)
+    filling = (0, -tokens % 8)
+    logprobs, entropy = _HeadLogprobs.apply(
+        hidden.index_select(0, pad(packed.predictors, filling)),
+        model.get_output_embeddings().weight, pad(packed.targets, filling), temperature)
+    if sums is not None:
+        sums["entropy_sum"] = entropy[:tokens].sum()
+    return logprobs[:tokens]
 
 
 def _up(n, step):
@@ -165,24 +166,28 @@ class _HeadLogprobs(torch.autograd.Function):
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         low, head = hidden.to(dtype), weight.to(dtype)
-        logprobs, normaliser = _wide(low.new_empty(len(low))), _wide(low.new_empty(len(low)))
+        logprobs, normaliser, entropy = (_wide(low.new_empty(len(low))) for _ in range(3))
         with torch.autocast(kind, enabled=False):
             for rows in _chunks(low, head):
-                logits = _wide(low[rows] @ head.T) / temperature
-                normaliser[rows] = logits.logsumexp(-1)
+                logits = _wide(low[rows] @ head.T).div_(temperature)
+                largest = logits.amax(-1, keepdim=True)
+                p = (logits - largest).exp_()
+                total = p.sum(-1)
+                normaliser[rows] = largest[:, 0] + total.log()
                 logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - normaliser[rows]
+                entropy[rows] = normaliser[rows] - p.mul_(logits).sum(-1) / total
         ctx.save_for_backward(hidden, weight, targets, normaliser)
         ctx.temperature, ctx.dtype = temperature, dtype
-        return logprobs
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad, _):
         hidden, weight, targets, normaliser = ctx.saved_tensors
         low, head = hidden.to(ctx.dtype), weight.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden)
         # From the second micro-batch on straight into the gradient: one head-sized tensor less.
-        inplace = weight.grad is not None and ctx.dtype == weight.dtype
-        grad_weight = weight.grad if inplace else torch.zeros_like(weight)
+        total = torch.zeros_like(weight) if weight.grad is None else weight.grad
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(low, head):
                 # d logprob / d logits = (one-hot of the target) - softmax
@@ -192,10 +197,10 @@ class _HeadLogprobs(torch.autograd.Function):
                 d = d.div_(ctx.temperature).to(ctx.dtype)
                 grad_hidden[rows] = (d @ head).to(hidden.dtype)
                 if ctx.dtype == weight.dtype:
-                    grad_weight.addmm_(d.T, low[rows])
+                    total.addmm_(d.T, low[rows])
                 else:
-                    grad_weight += d.T @ low[rows]
-        return grad_hidden, None if inplace else grad_weight, None, None
+                    total += d.T @ low[rows]
+        return grad_hidden, None if total is weight.grad else total, None, None
 
 
 class TriModel:
@@ -207,20 +212,21 @@ class TriModel:
         self.policy, self.old, self.reference = policy, old, reference
         self.temperature, self.dtype, self.device = temperature, dtype, policy.device
 
-    def logprobs(self, packed: Packed, *, forward_old: bool = False) -> tuple:
+    def logprobs(self, packed: Packed, sums: dict | None = None, *,
+                 forward_old: bool = False) -> tuple:
         """(policy, old, reference or None) log-probs (A,) of one micro-batch. Until the first step
         after a weight copy the policy is the old policy, so `old` is its value, detached;
-        `forward_old` runs the old weights instead, as the paper does."""
-        policy = self.score(self.policy, packed)
+        `forward_old` runs the old weights instead, as the paper does. `sums`: of the policy."""
+        policy = self.score(self.policy, packed, sums)
         with torch.no_grad():  # not inference_mode: its outputs cannot be saved for backward
             old = self.score(self.old, packed) if forward_old else policy.detach()
             reference = None if self.reference is None else self.score(self.reference, packed)
         return policy, old, reference
 
-    def score(self, model, packed: Packed) -> torch.Tensor:
+    def score(self, model, packed: Packed, sums: dict | None = None) -> Tensor:
         """Log-probs (A,) of one of the three models, at the run's temperature and precision."""
         with autocast(self.device, self.dtype):
-            return token_logprobs(model, packed, self.temperature)
+            return token_logprobs(model, packed, self.temperature, sums)
 
 
 def autocast(device: torch.device, dtype: torch.dtype):
@@ -230,32 +236,28 @@ def autocast(device: torch.device, dtype: torch.dtype):
 
 class InferenceCopy:
     """θ_t with its key/value slots: continuous batching over `rows` responses at a time.
-
     `submit` queues K responses to a prompt. A `step` starts responses in free rows while any wait,
-    earliest prompt first, else decodes one token a row; it returns the responses that ended. `rows`
-    is rounded up to a multiple of 8: else the bits of a product depend on the number of threads."""
+    earliest prompt first, else decodes one token a row; it returns the responses that ended. Rows
+    are multiples of 8: else the bits of a product depend on the number of threads."""
 
     def __init__(self, model, stop: Sequence[int], *, rows: int, longest_prompt: int,
                  max_new_tokens: int, temperature: float = 1.0,
                  dtype: torch.dtype = torch.float32):
-        config = model.config
+        config, rows = model.config, _up(rows, 8)
         self.model, self.device, self.dtype = model, model.device, dtype
         self.stop, self.temperature, self.limit = np.array(stop), temperature, max_new_tokens
         self.longest_prompt, self.version = longest_prompt, 0
-        rows = _up(rows, 8)
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.slots = Slots(config.num_hidden_layers, rows, config.num_key_value_heads,
                            _up(longest_prompt, WIDTH_STEP), _up(max_new_tokens, WIDTH_STEP), size,
                            dtype=dtype if dtype == torch.bfloat16 else model.dtype,
                            device=self.device)
-        # What a row holds, on the host; a row is moved by copying its entry in each of these.
-        self.request = [None] * rows                       # (ticket, sample)
-        self.slot = np.zeros(rows, dtype=np.int64)         # where its prompt's keys and values are
-        self.length = np.zeros(rows, dtype=np.int64)       # prompt tokens
-        self.count = np.zeros(rows, dtype=np.int64)        # tokens sampled
+        # What a row holds, on the host: (ticket, sample); where its prompt's keys and values are,
+        # the prompt's tokens, tokens sampled; these, and what decides them. Rows 0 .. live - 1.
+        self.live, self.request = 0, [None] * rows
+        self.slot, self.length, self.count = (np.zeros(rows, dtype=np.int64) for _ in range(3))
         self.ids = np.zeros((rows, max_new_tokens), dtype=np.int64)
-        self.logprobs = np.zeros((rows, max_new_tokens), dtype=np.float32)
-        self.uniforms = np.zeros((rows, max_new_tokens), dtype=np.float32)
+        self.logprobs, self.uniforms = np.zeros((2, rows, max_new_tokens), dtype=np.float32)
         self.open = np.zeros(rows, dtype=np.int64)  # of each prompt slot: responses not ended
         self.waiting: deque = deque()  # (ticket, prompt ids, uniforms), not yet prefilled
         # Responses to prefilled prompts: (ticket, sample, prompt slot, prompt length, its number in
@@ -265,29 +267,25 @@ class InferenceCopy:
     def submit(self, ticket, prompt_ids: Sequence[int], uniforms: np.ndarray) -> None:
         """Queue K responses to a prompt; uniforms, (K, max_new_tokens) float32 in [0, 1), decide
         their tokens. Raises ValueError for a prompt that does not fit the slots."""
-        self.check(prompt_ids)
-        self.waiting.append((ticket, list(prompt_ids), uniforms))
-
-    def check(self, prompt_ids: Sequence[int]) -> None:
         if not 0 < len(prompt_ids) <= self.longest_prompt:
             raise ValueError(f"{len(prompt_ids)} prompt tokens, not 1 to {self.longest_prompt}")
+        self.waiting.append((ticket, list(prompt_ids), uniforms))
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.staged or any(self.request))
+        return not (self.waiting or self.staged or self.live)
 
     @property
     def admits(self) -> bool:
-        return bool(self.waiting or self.staged) and None in self.request
+        return bool(self.waiting or self.staged) and self.live < len(self.request)
 
     def step(self) -> list[tuple]:
         """One step; [(ticket, sample, ids, logprobs, finished)] for every response that ended."""
         with torch.inference_mode(), autocast(self.device, self.dtype):
             if self.admits:
-                free = [row for row, request in enumerate(self.request) if request is None]
                 if not self.staged:
-                    self.prefill(len(free))
-                rows = self._start(free)
+                    self.prefill(len(self.request) - self.live)
+                rows = self._start()
             else:
                 rows = self.decode()
         return self._ended(rows)
@@ -299,52 +297,41 @@ class InferenceCopy:
         while self.waiting and responses < rows and tokens < PREFILL_TOKENS:
             chosen.append(self.waiting.popleft())
             tokens, responses = tokens + len(chosen[-1][1]), responses + len(chosen[-1][2])
-        prompts = [prompt for _, prompt, _ in chosen]
-        packed = pack(prompts, [[]] * len(prompts), multiple=8).to(self.device)
-        hidden = self.model.base_model(input_ids=packed.input_ids, packed=packed, slots=self.slots,
-                                       position_ids=packed.position_ids,
-                                       use_cache=False).last_hidden_state[0]
-        ends = np.cumsum([len(p) for p in prompts])
-        last = torch.from_numpy(np.pad(ends - 1, (0, -len(ends) % 8))).to(self.device)
-        self.logits = _wide(self.model.get_output_embeddings()(hidden.index_select(0, last)))
-        computed = torch.stack([torch.cat(layer) for layer in self.slots.prefilled])
-        free = np.flatnonzero(self.open == 0)  # enough: a prompt's slot is a row's at most
-        for i, ((ticket, prompt, uniforms), end, slot) in enumerate(zip(chosen, ends, free)):
-            start = end - len(prompt)
-            self.slots.prompts[:, :, slot, :, :len(prompt)] = computed[:, :, :, start:end]
+        slots = np.flatnonzero(self.open == 0)  # enough: a prompt's slot is a row's at most
+        for i, ((ticket, prompt, uniforms), slot) in enumerate(zip(chosen, slots)):
             self.open[slot] = len(uniforms)
             self.staged.extend((ticket, sample, slot, len(prompt), i, row_uniforms)
                                for sample, row_uniforms in enumerate(uniforms))
+        packed = pack([prompt for _, prompt, _ in chosen], [[]] * len(chosen), multiple=8)
+        slot_of_token = torch.from_numpy(slots)[packed.group_of_place[:tokens]].to(self.device)
+        ends = (packed.prompt_lengths.cumsum(0) - 1).to(self.device)
+        packed = packed.to(self.device)
+        self.slots.into(self.slots.prompts, slot_of_token, packed.position_ids[0, :tokens])
+        hidden = self.model.base_model(input_ids=packed.input_ids, packed=packed, slots=self.slots,
+                                       position_ids=packed.position_ids,
+                                       use_cache=False).last_hidden_state[0]
+        last = hidden.index_select(0, pad(ends, (0, -len(ends) % 8)))
+        self.logits = _wide(self.model.get_output_embeddings()(last))
 
-    def _start(self, free: list[int]) -> np.ndarray:
+    def _start(self) -> np.ndarray:
         """Give free rows to prefilled responses and sample their first tokens. Returns the rows."""
-        rows, which = np.array(free[:len(self.staged)]), []
-        for row in rows:
-            *request, self.slot[row], self.length[row], prompt, self.uniforms[row] = (
+        which, first = [], self.live
+        while self.staged and self.live < len(self.request):
+            *request, self.slot[self.live], self.length[self.live], prompt, uniforms = (
                 self.staged.popleft())
-            self.request[row], self.count[row] = request, 0
+            self.request[self.live], self.uniforms[self.live] = request, uniforms
             which.append(prompt)
-        filling = (0, -len(rows) % 8)
+            self.live += 1
+        rows, filling = np.arange(first, self.live), (0, -len(which) % 8)
+        self.count[rows] = 0
         which = torch.from_numpy(np.pad(which, filling)).to(self.device)
         self._take(rows, self._sample(self.logits.index_select(0, which),
                                       np.pad(self.uniforms[rows, 0], filling)))
         return rows
 
-    def _close_holes(self) -> int:
-        """Move the last rows into rows that ended: a step works on the first. How many are left."""
-        live = [row for row, request in enumerate(self.request) if request is not None]
-        holes = [row for row in range(len(live)) if self.request[row] is None]
-        for hole, row in zip(holes, reversed(live)):
-            for state in (self.request, self.slot, self.length, self.count, self.ids,
-                          self.logprobs, self.uniforms):
-                state[hole] = state[row]
-            self.slots.responses[:, :, hole] = self.slots.responses[:, :, row]
-            self.request[row] = None
-        return len(live)
-
     def decode(self) -> np.ndarray:
         """One token for every row in flight. Returns the rows."""
-        rows = np.arange(self._close_holes())
+        rows = np.arange(self.live)
         filling = (0, -len(rows) % 8)
         slot, length, count = (x[rows] for x in (self.slot, self.length, self.count))
         # The rows of a prompt become lanes of its slot: how many rows before this one share it?
@@ -364,7 +351,7 @@ class InferenceCopy:
         self._take(rows, self._sample(logits, np.pad(self.uniforms[rows, count], filling)))
         return rows
 
-    def _sample(self, logits: torch.Tensor, uniforms: np.ndarray) -> np.ndarray:
+    def _sample(self, logits: Tensor, uniforms: np.ndarray) -> np.ndarray:
         """Tokens and their log-probs, (2, rows), from logits (rows, V): a step's one host read.
         Temperature 0 takes the likeliest token, else the first whose cumulative probability is
         above uniform * total: below the total in float32, too, so there is one. Cumulative sums
@@ -391,18 +378,28 @@ class InferenceCopy:
         self.logprobs[rows, self.count[rows]] = sampled[1, :len(rows)]
         self.count[rows] += 1
 
+    def _stopped(self, rows: np.ndarray) -> np.ndarray:
+        """Which of the rows end with a stop token."""
+        return np.isin(self.ids[rows, self.count[rows] - 1], self.stop)
+
     def _ended(self, rows: np.ndarray) -> list[tuple]:
-        """Free the rows whose newest token is a stop token, or their last."""
-        stopped = np.isin(self.ids[rows, self.count[rows] - 1], self.stop)
-        ended = []
-        for row, finished in zip(rows, stopped):
-            if finished or self.count[row] == self.limit:
-                n = self.count[row]
-                ended.append((*self.request[row], self.ids[row, :n].tolist(),
-                              self.logprobs[row, :n].tolist(), bool(finished)))
-                self.request[row] = None
-                self.open[self.slot[row]] -= 1
-        return ended
+        """Free the rows whose newest token is a stop token, or their last; the last row in flight
+        moves into each, so that a step works on the first ones."""
+        stopped, ended = self._stopped(rows), []
+        for row, finished in zip(rows[::-1], stopped[::-1]):
+            n = self.count[row]
+            if not finished and n < self.limit:
+                continue
+            ended.append((*self.request[row], self.ids[row, :n].tolist(),
+                          self.logprobs[row, :n].tolist(), bool(finished)))
+            self.open[self.slot[row]] -= 1
+            self.live -= 1
+            for state in (self.request, self.slot, self.length, self.count, self.ids,
+                          self.logprobs, self.uniforms):
+                state[row] = state[self.live]
+            for stored in self.slots.responses:
+                stored[:, row] = stored[:, self.live]
+        return ended[::-1]
 
 
 @torch.no_grad()

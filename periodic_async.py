@@ -30,12 +30,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from attention import Packed, attach, pack
@@ -79,6 +79,8 @@ class Config:
     samples: int = _default(16, "responses a prompt, K")
     inner_steps: int = _default(1, "optimizer steps on the same groups, GRPO's mu")
     micro_batch_groups: int | None = _default(None, "groups a micro-batch (1; tiny: 4)")
+    micro_batch_tokens: int = _default(16384, "packed tokens at most: one with more is split")
+    recompute: bool = _default(False, "compute activations again in the backward pass")
     # rollouts
     max_prompt_tokens: int = _default(512, "longer prompts are skipped and counted")
     max_new_tokens: int | None = _default(None, "tokens a response at most (512; tiny: 8)")
@@ -92,8 +94,8 @@ class Config:
     mask_truncated: bool = _default(False, "no gradient from responses cut off at the limit")
     learning_rate: float | None = _default(None, "of AdamW, after warm-up (1e-6; tiny: 2e-4)")
     # the machine
-    attention: str = _default("shared", "shared: each prompt once; dense: so too, with a T x T "
-                              "mask; repeat: a prompt a response", ("shared", "dense", "repeat"))
+    attention: str = _default("shared", "a prompt a group, so too with a T x T mask, a response",
+                              ("shared", "dense", "repeat"))
     dtype: str = _default("float32", "bfloat16: autocast", ("float32", "bfloat16"))
     train_devices: str = _default("", "cpu, cuda:0, npu:0, ..; empty: an accelerator, or cpu")
     rollout_devices: str = _default("", "empty: the same")
@@ -167,10 +169,9 @@ class Timeline:
 
 
 class Worker:
-    """One side's thread for torch work, and on an accelerator its stream. No event joins the two
-    streams: groups and a step's metrics are host values, and the weights are copied after those.
-    While the other side has nothing to do, work goes to a `shared` thread, which uses all cores.
-    (One, because OpenMP threads of two pools, more than cores, sleep after every operation.)"""
+    """One side's thread for torch work, and on an accelerator its stream: what crosses between the
+    streams are host values, and weights after those. While the other side has nothing to do, work
+    goes to one `shared` thread on all cores: OpenMP pools with more threads than cores are slow."""
 
     def __init__(self, side: str, device: torch.device, timeline: Timeline,
                  shared: ThreadPoolExecutor | None = None):
@@ -189,17 +190,16 @@ class Worker:
         # The rounding of a step's gradient norm depends on the number of threads: always the same.
         alone = name == "step" or (LENDING and not (self.other and self.other.needed))
         where, cores = (self.shared, CORES) if alone else (self.own, max(1, CORES // 2))
-        return await asyncio.get_running_loop().run_in_executor(
-            where, self._call, cores, name, function, args)
 
-    def _call(self, cores, name, function, args):
-        torch.set_num_threads(cores)  # of this thread alone
-        start = self.timeline.now()
-        try:
-            with self.stream:
-                return function(*args)
-        finally:
-            self.timeline.spans.append((self.side, name, start, self.timeline.now()))
+        def call():
+            torch.set_num_threads(cores)  # of this thread alone
+            start = self.timeline.now()
+            try:
+                with self.stream:
+                    return function(*args)
+            finally:
+                self.timeline.spans.append((self.side, name, start, self.timeline.now()))
+        return await asyncio.get_running_loop().run_in_executor(where, call)
 
 
 def thread(name: str) -> ThreadPoolExecutor:
@@ -213,7 +213,6 @@ class Generator:
 
     def __init__(self, copies: Sequence[InferenceCopy], worker: Worker, seed: int):
         self.copies, self.worker, self.seed = list(copies), worker, seed
-        self._inbox = []    # requests that join at the next step
         self._futures = {}  # of the calls in flight: future -> its responses so far
         self._submitted = asyncio.Event()
         self._error: BaseException | None = None
@@ -238,14 +237,13 @@ class Generator:
         if self._error is not None:
             raise self._error
         copy, key = self.copies[0], [self.seed, self.version]
-        copy.check(problem.prompt_ids)
         streams = (np.random.Philox(key=key, counter=[0, 0, problem.key, sample])
                    for sample in range(samples))
         uniforms = np.stack([np.random.Generator(stream).random(copy.limit, dtype=np.float32)
                              for stream in streams])
         future = asyncio.get_running_loop().create_future()
+        copy.submit(future, problem.prompt_ids, uniforms)
         self._futures[future] = [None] * samples
-        self._inbox.append((copy, future, problem.prompt_ids, uniforms))
         self._submitted.set()
         return await future
 
@@ -262,14 +260,10 @@ class Generator:
                 await self._submitted.wait()
                 self._submitted.clear()
                 self.worker.needed = True
-                while self._inbox or not all(copy.idle for copy in self.copies):
-                    for copy, *request in self._inbox:
-                        copy.submit(*request)
-                    self._inbox.clear()
-                    for copy in self.copies:
-                        if not copy.idle:
-                            name = "prefill" if copy.admits else "decode"
-                            self._deliver(await self.worker.run(name, copy.step))
+                while busy := [copy for copy in self.copies if not copy.idle]:
+                    for copy in busy:
+                        name = "prefill" if copy.admits else "decode"
+                        self._deliver(await self.worker.run(name, copy.step))
                 self.worker.needed = False
         except Exception as error:
             self._error = error
@@ -291,11 +285,11 @@ class Generator:
 class MicroBatch:
     """Groups as one packed row, with what the loss needs of each response token, (A,)."""
     packed: Packed
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    sampled: torch.Tensor                    # log-probs recorded in generation
-    old: torch.Tensor | None = None          # of the first pass, for the inner steps after it
-    reference: torch.Tensor | None = None
+    advantages: Tensor
+    weights: Tensor
+    sampled: Tensor                # log-probs recorded in generation
+    old: Tensor | None = None      # of the first pass, for the inner steps after it
+    reference: Tensor | None = None
 
 
 class Trainer:
@@ -304,8 +298,7 @@ class Trainer:
 
     def __init__(self, models: TriModel, worker: Worker, config: Config):
         self.models, self.worker, self.config = models, worker, config
-        self.version = 0              # periods trained
-        self.bad_steps = 0            # in a row
+        self.version, self.bad_steps = 0, 0  # periods trained; steps in a row without a gradient
         self.parameters = [p for p in models.policy.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate,
                                            weight_decay=0.0, fused=True)
@@ -347,20 +340,34 @@ class Trainer:
         # Equal rewards give advantages of zero: without a KL term the group has no gradient.
         useful = [g for g in groups if config.beta or max(g.rewards) != min(g.rewards)]
         self.skipped += len(groups) - len(useful)
-        if useful:
-            batch = self._micro_batch(useful)
+        rows = [(g.problem.prompt_ids, *row) for g in useful for row in
+                zip(g.responses, group_advantages(g.rewards, scale=config.loss != "dr_grpo"))]
+        while rows:
+            fitting = self._fitting(rows)
+            batch, rows = self._micro_batch(rows[:fitting]), rows[fitting:]
             self._backward(batch)
-            if config.inner_steps > 1:
-                self.batches.append(batch)
+            self.batches += [batch] if config.inner_steps > 1 else []
 
-    def _micro_batch(self, groups: list[Group]) -> MicroBatch:
+    def _fitting(self, rows: list[tuple]) -> int:
+        """How many rows (prompt, response, advantage) pack into --micro-batch-tokens, 1 at least.
+        Any split is exact: the loss is a sum over responses."""
+        tokens, before = 0, None
+        for number, (prompt, response, _) in enumerate(rows):
+            shared = prompt is before and self.config.attention != "repeat"
+            tokens += len(response.ids) + (0 if shared else len(prompt))
+            if number and tokens > self.config.micro_batch_tokens:
+                return number
+            before = prompt
+        return len(rows)
+
+    def _micro_batch(self, rows: list[tuple]) -> MicroBatch:
         config = self.config
-        packed = pack([g.problem.prompt_ids for g in groups],
-                      [[r.ids for r in g.responses] for g in groups],
+        groups = [list(group) for _, group in itertools.groupby(rows, lambda row: id(row[0]))]
+        packed = pack([group[0][0] for group in groups],
+                      [[response.ids for _, response, _ in group] for group in groups],
                       share=config.attention != "repeat", multiple=8)
-        responses = [r for g in groups for r in g.responses]
-        advantages = torch.cat([group_advantages(g.rewards, scale=config.loss != "dr_grpo")
-                                for g in groups])
+        _, responses, advantages = zip(*rows)
+        advantages = torch.stack(advantages)
         keep = torch.tensor([r.finished or not config.mask_truncated for r in responses])
         weights = token_weights(packed.lengths, keep, config.loss,
                                 config.prompts * config.samples, config.max_new_tokens)
@@ -370,9 +377,9 @@ class Trainer:
                             for x in (packed, advantages[of], weights[of], sampled)))
 
     def _backward(self, batch: MicroBatch) -> None:
-        first = batch.old is None
+        first, entropy = batch.old is None, {}
         if first:
-            policy, batch.old, batch.reference = self.models.logprobs(batch.packed)
+            policy, batch.old, batch.reference = self.models.logprobs(batch.packed, entropy)
         else:
             policy = self.models.score(self.models.policy, batch.packed)
         loss, sums = grpo_loss(policy, batch.old, batch.reference, batch.advantages, batch.weights,
@@ -381,7 +388,7 @@ class Trainer:
         loss.backward()
         if first:
             gap = (policy.detach() - batch.sampled).abs()
-            sums |= {"gap_sum": gap.sum(), "gap_tokens": gap.numel()}
+            sums |= {"gap_sum": gap.sum(), "first_tokens": gap.numel(), **entropy}
             self.sums["gap_max"] = torch.maximum(gap.max(), self.sums.get("gap_max", gap[0]))
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
@@ -396,13 +403,14 @@ class Trainer:
                 break  # the weights did not move: the next pass would be the same
         self.version += 1
         sums = defaultdict(float, {name: float(value) for name, value in self.sums.items()})
-        tokens, gap_tokens = max(sums["kept_tokens"], 1), max(sums["gap_tokens"], 1)
+        tokens, first_tokens = max(sums["kept_tokens"], 1), max(sums["first_tokens"], 1)
         metrics = {
             "loss": sums["loss"] * self._loss_scale() / (inner + 1), "kl": sums["kl_sum"] / tokens,
-            "clip_low_share": sums["clip_low_tokens"] / tokens,
-            "clip_high_share": sums["clip_high_tokens"] / tokens,
-            "logp_gap_max": sums["gap_max"], "logp_gap_mean": sums["gap_sum"] / gap_tokens,
-            "gradient_norm": norm, "learning_rate": self.optimizer.param_groups[0]["lr"],
+            **{f"{side}_share": sums[f"{side}_tokens"] / tokens
+               for side in ("clip_low", "clip_high")},
+            "entropy": sums["entropy_sum"] / first_tokens, "logp_gap_max": sums["gap_max"],
+            "logp_gap_mean": sums["gap_sum"] / first_tokens, "gradient_norm": norm,
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
             "skipped_groups": self.skipped, "bad_steps": self.bad_steps}
         self._start_period()
         return metrics
@@ -420,10 +428,9 @@ class Trainer:
                                      "a lower --learning-rate may help")
         if not self.bad_steps:
             warm = min(1.0, (self.version + 1) / WARMUP_PERIODS)
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.config.learning_rate * warm
+            self.optimizer.param_groups[0]["lr"] = self.config.learning_rate * warm
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=False)  # new memory is dear
         return norm
 
 
@@ -479,6 +486,7 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
     train_on = device(config.train_devices)
     rollout_on = device(config.rollout_devices or str(train_on))
     dtype = getattr(torch, config.dtype)
+    settings = {"temperature": config.temperature, "dtype": dtype}
     begun = time.perf_counter()
     policy, tokenizer = load(config.model, train_on, seed=config.seed)
     if config.attention == "dense":
@@ -486,10 +494,11 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
     draw, longest = problem_stream(config, tokenizer)
     inference = InferenceCopy(
         frozen_copy(policy, dtype).to(rollout_on), stop_ids(policy, tokenizer), rows=config.rows,
-        longest_prompt=longest, max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature, dtype=dtype)
+        longest_prompt=longest, max_new_tokens=config.max_new_tokens, **settings)
     models = TriModel(policy, inference.model, frozen_copy(policy, dtype) if config.beta else None,
-                      temperature=config.temperature, dtype=dtype)
+                      **settings)
+    if config.recompute:
+        policy.activation_checkpointing_enable()
     print(f"{config.model}: {sum(p.numel() for p in policy.parameters()):,} parameters, ready in "
           f"{time.perf_counter() - begun:.0f} s. Output goes to {out}. The run:",
           " ".join(f"{flag(name)} {value}" for name, value in vars(config).items()))
@@ -557,11 +566,10 @@ def summary(run, history: list[dict]) -> dict:
 
 
 def train(config: Config) -> dict:
-    """A whole run; returns what is printed last. Raises UserError for what the user can mend, later
-    the original error, not a group around it."""
+    """A whole run; returns what is printed last. Raises UserError for what the user can mend."""
     try:
         config = config.checked()
-        out = Path(config.out or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
+        out = Path(config.out or time.strftime("runs/%Y-%m-%d_%H-%M-%S"))
         out.mkdir(parents=True, exist_ok=True)
         shared = thread("all cores")
         run = shared.submit(set_up, config, out, shared).result()
@@ -573,10 +581,6 @@ def train(config: Config) -> dict:
         raise original(group) from None
     result = summary(run, history)
     print(f"\nThe last period, {history[-1]['seconds']:.2f} s:\n{run.timeline.blocks()}\n")
-    print("Of the sampled answers {reward_first:.0%} were right in the first five periods, "
-          "{reward_last:.0%} in the last five.\nGeneration worked {generate_busy:.0%} of the time, "
-          "training {train_busy:.0%}; perfect overlap would be {overlap_bound:.2f} times as fast "
-          "as none.".format(**result))
     return result
 
 
@@ -608,8 +612,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def end(message: str, code: int) -> None:
     """Leave at once: a normal exit would wait for a thread inside a torch call."""
-    print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
+    print(message, file=sys.stderr, flush=True)
     os._exit(code)
 
 

@@ -1,6 +1,6 @@
 """What the overlap gains: a period's generation, its training, one after the other, at once.
 
-    python tests/bench_overlap.py MODEL [--groups 24] [--new-tokens 48]
+    python tests/bench_overlap.py MODEL [--groups 24] [--new-tokens 128]
 
 One core each first, then both schedules on all cores. Groups of 4 samples, lengths mixed (a
 response ends after a length drawn in advance), every group really trained (beta > 0). Prints the
@@ -50,19 +50,11 @@ async def rewards(problem, responses):
 
 def fix_lengths(copy, longest):
     """Responses end after a length drawn from (key, sample), and never before."""
-    def ended(rows):
-        done = []
-        for row in rows:
-            future, sample = copy.request[row]
-            rng = np.random.default_rng([int(copy.length[row]), int(copy.uniforms[row, 0] * 2**24)])
-            if copy.count[row] == rng.integers(longest // 6, longest + 1):
-                n = copy.count[row]
-                done.append((future, sample, copy.ids[row, :n].tolist(),
-                             copy.logprobs[row, :n].tolist(), True))
-                copy.request[row] = None
-                copy.open[copy.slot[row]] -= 1
-        return done
-    copy._ended = ended
+    def stopped(rows):
+        wanted = [np.random.default_rng([int(copy.length[row]), int(copy.uniforms[row, 0] * 2**24)])
+                  .integers(longest // 6, longest + 1) for row in rows]
+        return copy.count[rows] == wanted
+    copy._stopped = stopped
 
 
 def main():
@@ -70,9 +62,9 @@ def main():
     parser.add_argument("model")
     parser.add_argument("--groups", type=int, default=24)
     parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--micro-batch-groups", type=int, default=1)
     given = parser.parse_args()
     logging.set_verbosity_error()
@@ -101,10 +93,11 @@ def measure(given, run):
     async def measured():
         seconds = {}
         async with run.generator as generator:
-            groups, _ = await period(generator, Silent(), True)  # warm-up
-            await period(Replay(groups[:2] + groups[2:]), run.trainer, True)
+            await run_period(generator, run.trainer, problems[:2], given.samples, rewards, True)
+            run.trainer.version = 0  # that was the warm-up
+            groups = []
             cases = {"generate": (generator, Silent(), True, False),
-                     "train": (Replay(groups), run.trainer, True, False),
+                     "train": (None, run.trainer, True, False),
                      "sync": (generator, run.trainer, False, False),
                      "async": (generator, run.trainer, True, False),
                      "sync_all_cores": (generator, run.trainer, False, True),
@@ -112,8 +105,9 @@ def measure(given, run):
             for _ in range(given.repeats):  # interleaved: the machine's speed drifts
                 for name, (source, trainer, overlap, lend) in cases.items():
                     periodic_async.LENDING = lend
-                    _, taken = await period(source, trainer, overlap)
+                    groups, taken = await period(source or Replay(groups), trainer, overlap)
                     seconds.setdefault(name, []).append(taken)
+                    print(f"{name.replace('_', ' '):15}{taken:8.2f} s", flush=True)
                     timelines[name] = run.timeline.blocks()
         return {name: statistics.median(values) for name, values in seconds.items()}
 
@@ -124,7 +118,7 @@ def measure(given, run):
           f"{given.samples} samples, up to {given.new_tokens} tokens, {given.rows} rows; median of "
           f"{given.repeats}")
     for name, taken in seconds.items():
-        print(f"{name.replace('_', ' '):15}{taken:8.2f} s")
+        print(f"{name.replace('_', ' '):15}{taken:8.2f} s, median")
     print(f"async over sync, one core each: {speedup:.2f}x of a bound of {bound:.2f}x: "
           f"{speedup / bound:.0%}")
     print(f"async with lending over sync on all cores: "

@@ -5,11 +5,11 @@
 Uniform: every response has 64 tokens. Mixed: responses end after 8 to 128 tokens, the lengths
 fixed in advance on both sides; `generate` works on batches of `--rows` until each one's longest
 response is complete.
-Decode step: the whole step beside its matrix products alone, with the same shapes and cold weights.
+Decode step: the whole step beside its matrix products alone, with the same shapes and cold weights:
+those of its `Linear` modules (`decode_over_matmul`), and of attention too (`.._over_all_matmul`).
 """
 import argparse
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -42,35 +42,29 @@ class FixedLengths(InferenceCopy):
         super().__init__(*args, **settings)
         self.lengths = lengths
 
-    def _ended(self, rows):
-        self.stop = np.array([], dtype=np.int64)
-        ended = []
-        for row in rows:
-            ticket, sample = self.request[row]
-            if self.count[row] == self.lengths[ticket][sample]:
-                ended.append((ticket, sample, self.ids[row, :self.count[row]].tolist(), [], True))
-                self.request[row] = None
-                self.open[self.slot[row]] -= 1
-        return ended
+    def _stopped(self, rows):
+        requests = [self.request[row] for row in rows]
+        return self.count[rows] == [self.lengths[ticket][sample] for ticket, sample in requests]
 
 
 def ours(model, prompts, lengths, rows):
-    """Tokens, seconds, seconds of a full decode step, its ratio to its products (every tenth)."""
+    """Tokens, seconds, and of every tenth full decode step (the whole, its `Linear` products, its
+    attention products): seconds each, in the same moment, for the machine's speed drifts."""
     copy = FixedLengths(lengths, model, [], rows=rows, longest_prompt=PROMPT, max_new_tokens=128)
     rng = np.random.default_rng(0)
-    start, tokens, steps, ratios, aside = time.perf_counter(), 0, [], [], 0.0
+    start, tokens, full_steps, probes, aside = time.perf_counter(), 0, 0, [], 0.0
     for i, prompt in enumerate(prompts):
         copy.submit(i, prompt, rng.random((SAMPLES, 128), dtype=np.float32))
     while not copy.idle:
-        begun, full = time.perf_counter(), not copy.admits and None not in copy.request
+        begun, full = time.perf_counter(), not copy.admits and copy.live == rows
         tokens += sum(len(ids) for _, _, ids, _, _ in copy.step())
-        if full:
-            steps.append(time.perf_counter() - begun)
-            if len(steps) % 10 == 0:  # in the same minute: the machine's speed drifts
-                begun = time.perf_counter()
-                ratios.append(steps[-1] / products_alone(model, rows))
-                aside += time.perf_counter() - begun
-    return tokens, time.perf_counter() - start - aside, statistics.median(steps), ratios
+        full_steps += full
+        if full and full_steps % 10 == 0:
+            ended = time.perf_counter()
+            probes.append((ended - begun, linear_products(model, rows),
+                           attention_products(model, copy.slots, rows)))
+            aside += time.perf_counter() - ended
+    return tokens, time.perf_counter() - start - aside, np.array(probes)
 
 
 def theirs(model, prompts, lengths, rows):
@@ -87,9 +81,9 @@ def theirs(model, prompts, lengths, rows):
     return tokens, time.perf_counter() - start
 
 
-def products_alone(model, rows):
-    """Seconds of a decode step's matrix products: every `Linear` once, in layer order, so that each
-    weight has left the cache when its turn comes again."""
+def linear_products(model, rows):
+    """Seconds of a decode step's matrix products with weights: every `Linear` once, in layer order,
+    so that each weight has left the cache when its turn comes again."""
     weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
     inputs = {w.shape[1]: torch.randn(rows, w.shape[1]) for w in weights}
     start = time.perf_counter()
@@ -98,13 +92,34 @@ def products_alone(model, rows):
     return time.perf_counter() - start
 
 
+def attention_products(model, slots, rows):
+    """Seconds of the products of the step just done with the keys and values in its slots."""
+    prompt, own = slots.widths
+    g = model.config.num_attention_heads // model.config.num_key_value_heads
+    lanes = len(slots.to_lanes) * g // slots.count // model.config.num_key_value_heads
+    def random(like, m, n):
+        return torch.randn(*like.shape[:-2], m, n)
+    start, made = time.perf_counter(), 0.0
+    for layer in range(model.config.num_hidden_layers):
+        keys, values = (x[layer, :rows].flatten(0, 1) for x in slots.responses)
+        prompt_keys, prompt_values = (x[layer, :slots.count] for x in slots.prompts)
+        pairs = ((keys[..., :own], g), (values[:, :own], g), (prompt_keys[..., :prompt], lanes),
+                 (prompt_values[..., :prompt, :], lanes))
+        begun = time.perf_counter()
+        left = [random(right, m, right.shape[-2]) for right, m in pairs]
+        made += time.perf_counter() - begun
+        for x, (right, _) in zip(left, pairs):
+            x @ right
+    return time.perf_counter() - start - made
+
+
 @torch.inference_mode()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--prompts", type=int, default=12, help=f"{SAMPLES} responses each")
+    parser.add_argument("--prompts", type=int, default=24, help=f"{SAMPLES} responses each")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     logging.set_verbosity_error()
@@ -120,15 +135,20 @@ def main():
           f"{given.prompts} prompts of {PROMPT} tokens x {SAMPLES} samples\n"
           f"{'':8}{'ours':>10}{'generate':>10}   tokens a second, prefill included")
     for name, lengths in (("uniform", uniform), ("mixed", mixed)):
-        tokens, seconds, step, ratios = ours(model, prompts, lengths, given.rows)
-        result[f"{name}_decode_over_matmul"] = statistics.median(ratios)
+        tokens, seconds, probes = ours(model, prompts, lengths, given.rows)
+        step, linear, attention = np.median(probes, 0) * 1000
+        over_linear = np.median(probes[:, 0] / probes[:, 1])
+        over_all = np.median(probes[:, 0] / (probes[:, 1] + probes[:, 2]))
         their_tokens, their_seconds = theirs(stock, prompts, lengths, given.rows)
         assert tokens == their_tokens
-        result[f"{name}_speedup"] = their_seconds / seconds
-        result |= {f"{name}_tokens_per_second": tokens / seconds}
+        result |= {f"{name}_speedup": their_seconds / seconds,
+                   f"{name}_tokens_per_second": tokens / seconds,
+                   f"{name}_decode_over_matmul": over_linear,
+                   f"{name}_decode_over_all_matmul": over_all}
         print(f"{name:8}{tokens / seconds:10.1f}{tokens / their_seconds:10.1f}   "
-              f"{their_seconds / seconds:.2f}x; decode step {1000 * step:.0f} ms, "
-              f"{statistics.median(ratios):.2f}x its matrix products")
+              f"{their_seconds / seconds:.2f}x; decode step {step:.0f} ms, its Linear products "
+              f"{linear:.0f} ({over_linear:.2f}x), attention's {attention:.0f} ({over_all:.2f}x)",
+              flush=True)
     result["decode_over_matmul"] = result["uniform_decode_over_matmul"]
     print(json.dumps(result))
 

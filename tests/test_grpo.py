@@ -472,6 +472,35 @@ def period_gradient(kind, split, lengths, advantages, features):
     return theta.grad / sum(lengths) if kind == "dapo" else theta.grad
 
 
+@pytest.mark.parametrize("kind, masked, expected", [
+    ("grpo", False, -(3.3 + 4.5 - 8) / 7 / 3),                             # +0.0095
+    ("grpo", True, -(3.3 + 4.5) / 7 / 3),                                  # -0.3714
+    ("dr_grpo", False, -(2 * 3.3 + 4 * 4.5 - 8 * 8) / MAX_LENGTH / 3),     # +1.6417
+    ("dr_grpo", True, -(2 * 3.3 + 4 * 4.5) / MAX_LENGTH / 3),              # -1.0250
+    ("dapo", False, -(2 * 3.3 + 4 * 4.5 - 8 * 8) / 7 / (2 + 4 + 8)),       # +0.4020
+    ("dapo", True, -(2 * 3.3 + 4 * 4.5) / 7 / (2 + 4)),                    # -0.5857
+])
+def test_one_group_by_hand(kind, masked, expected):
+    """A02: rewards 11, 13, 0 have mean 8 and sample deviation 7. Responses of 2, 4 and 8 tokens,
+    the last one cut off, with ratios 1.1, 0.9 and 1: each of a response's tokens adds minus
+    3.3 / 7, 4.5 / 7 and -8 / 7, in dr_grpo without the 7. The six values differ, even in sign."""
+    lengths, ratios = torch.tensor([2, 4, 8]), torch.tensor([1.1, 0.9, 1.0])
+    keep = torch.tensor([True, True, not masked])
+    advantages = group_advantages([11, 13, 0], scale=kind != "dr_grpo", epsilon=0)
+    weights = token_weights(lengths, keep, kind, 3, MAX_LENGTH)
+    logprobs, advantages, weights = (x.repeat_interleave(lengths)
+                                     for x in (ratios.log(), advantages, weights))
+    logprobs.requires_grad_()
+    loss, sums = grpo_loss(logprobs, torch.zeros(14), None, advantages, weights)
+    loss.backward()
+    tokens = int(sums["kept_tokens"])
+    assert tokens == (6 if masked else 14)
+    scale = 1 / tokens if kind == "dapo" else 1  # as the trainer does, to the finished gradient
+    assert loss.item() * scale == pytest.approx(expected, abs=1e-6)
+    # Without clipping the surrogate is its own derivative: the ratio's is the ratio.
+    assert logprobs.grad.sum().item() * scale == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.parametrize("split", [(2,), (1, 1)])
 @pytest.mark.parametrize("kind, expected", [
     ("grpo", (2 / 2 - 3 / 6) / 2),                # each response by its own length: +0.25

@@ -1,6 +1,7 @@
 """The schedule: both kinds equal, arrival order, liveness, users' mistakes, the command line."""
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -11,11 +12,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import assert_gradients_agree, separate_logprobs, small_model
+from torch.distributions import Categorical
 
 import periodic_async
-from grpo import Group, Problem, Response
+from attention import attach, pack
+from grpo import LOSSES, Group, Problem, Response
 from model import TriModel, frozen_copy
-from periodic_async import Config, Trainer, UserError, Worker, run_period, train
+from periodic_async import (
+    WARMUP_PERIODS,
+    Config,
+    Trainer,
+    UserError,
+    Worker,
+    run_period,
+    run_periods,
+    set_up,
+    summary,
+    train,
+)
 
 ROOT = Path(__file__).parent.parent
 SMOLLM2 = os.environ.get("SMOLLM2")
@@ -68,10 +83,21 @@ def test_real_model_async_is_sync(tmp_path):
 
 
 def made_trainer(policy, **changes):
+    """A trainer whose reference is not its policy: else the KL would have no gradient."""
     settings = config("", "", **changes).checked()
     timeline = periodic_async.Timeline(Path(os.devnull))
-    models = TriModel(policy, None, frozen_copy(policy) if settings.beta else None)
+    reference = nudged(frozen_copy(policy)) if settings.beta else None
+    models = TriModel(policy, None, reference, temperature=settings.temperature)
     return Trainer(models, Worker("train", torch.device("cpu"), timeline), settings)
+
+
+def nudged(model, size=0.02):
+    """Another model of the same shape, in place."""
+    generator = torch.Generator().manual_seed(99)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += size * torch.randn(p.shape, generator=generator)
+    return model
 
 
 def made_groups(count=6, samples=4, version=0):
@@ -90,48 +116,242 @@ def made_groups(count=6, samples=4, version=0):
     return groups
 
 
-def gradient_of(policy, groups, **changes):
-    """The gradient of one period, as it stands before the step, in float64 for the comparison."""
-    trainer = made_trainer(policy, prompts=len(groups), **changes)
-    policy.zero_grad()
+def trained(trainer, groups):
+    """Train one period. Returns of each optimizer step the weights that it met and the gradient
+    that it was given, as {name: tensor}, and the period's metrics."""
+    steps = []
 
-    async def consume():
+    def note(*_):
+        named = dict(trainer.models.policy.named_parameters())
+        steps.append(({name: p.detach().clone() for name, p in named.items()},
+                      {name: p.grad.clone() for name, p in named.items() if p.grad is not None}))
+
+    async def period():
         for group in groups:
             await trainer.consume(group)
-    asyncio.run(consume())
-    if trainer.groups:
-        trainer._train(trainer.groups)
-    scale = 1 / trainer.unmasked_tokens if trainer.config.loss == "dapo" else 1
-    return torch.cat([p.grad.flatten() for p in policy.parameters()]).double() * scale
+        return await trainer.step()
+    hook = trainer.optimizer.register_step_pre_hook(note)
+    metrics = asyncio.run(period())
+    hook.remove()
+    return steps, metrics
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo"])
-def test_proposition_2_arrival_order_does_not_change_the_gradient(random_policy, loss):
+def gradient_of(policy, groups, **changes):
+    """The gradient of one period, {name: tensor}. A learning rate of 0 leaves the policy alone."""
+    trainer = made_trainer(policy, prompts=len(groups), learning_rate=0, **changes)
+    policy.zero_grad()
+    ((_, gradient),), _ = trained(trainer, groups)
+    return gradient
+
+
+def two_steps(policy, groups, **changes):
+    """Of both inner steps of a period: weights met, and gradient. The update is smooth in the
+    gradient: AdamW's own first one is its sign, which rounding turns around near 0."""
+    trainer = made_trainer(policy, prompts=len(groups), inner_steps=2, learning_rate=0.5, **changes)
+    for group in trainer.optimizer.param_groups:
+        group["eps"] = 1.0
+    steps, metrics = trained(trainer, groups)
+    return *steps, trainer.models.reference, metrics
+
+
+@pytest.fixture
+def unclipped(monkeypatch):
+    """The norm to which a gradient is clipped would hide a wrong divisor."""
+    monkeypatch.setattr(periodic_async, "CLIP_NORM", float("inf"))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_proposition_2_arrival_order_does_not_change_the_gradient(random_policy, unclipped, loss):
     """The paper's proposition 2, and A02: any order of the groups and any micro-batch size give the
     period's gradient; also with masked responses, which leave every sum but not the divisors."""
     groups = made_groups()
     for masked in (False, True):
         settings = {"loss": loss, "mask_truncated": masked}
         expected = gradient_of(random_policy, groups, micro_batch_groups=6, **settings)
-        assert expected.norm() > 1e-3
         for order, size in (((5, 3, 1, 0, 2, 4), 1), ((4, 5, 0, 1, 2, 3), 4),
                             ((1, 0, 2, 4, 3, 5), 2)):
             found = gradient_of(random_policy, [groups[i] for i in order],
                                 micro_batch_groups=size, **settings)
-            assert (found - expected).norm() <= 1e-5 * expected.norm()
+            assert_gradients_agree(found, expected, 1e-5)
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo"])
-def test_skipping_equal_rewards_is_exact(random_policy, loss):
-    """With beta 0 a group of equal rewards is not trained on, and still counts in every divisor."""
-    skipped = gradient_of(random_policy, made_groups(), loss=loss, beta=0.0)
-    trained = gradient_of(random_policy, made_groups(), loss=loss, beta=1e-30)
-    assert (skipped - trained).norm() <= 1e-6 * trained.norm()
+def micro_batches(trainer, groups):
+    """The micro-batches of a period, untrained."""
+    batches, size = [], trainer.config.micro_batch_groups
+    trainer._backward = batches.append
+    for first in range(0, len(groups), size):
+        trainer._train(groups[first:first + size])
+    del trainer._backward
+    return batches
+
+
+def with_like_prompts(groups):
+    """The second group has the first one's prompt, as where an epoch ends and the next begins; the
+    third one's prompt is only as long."""
+    prompt = groups[0].problem.prompt_ids
+    likes = [dataclasses.replace(group, problem=dataclasses.replace(group.problem, prompt_ids=ids))
+             for group, ids in zip(groups, (prompt, prompt, prompt[::-1]))]
+    return [*likes, *groups[3:]]
+
+
+@pytest.mark.parametrize("attention", ["shared", "repeat"])
+def test_micro_batches_fill_the_token_limit(random_policy, attention):
+    """--micro-batch-tokens, every limit from one token to everything at once: no micro-batch of two
+    responses or more exceeds it, none ends before it must, and every response is in one, in its
+    order, with its advantage. A prompt counts once where it is packed once."""
+    groups = with_like_prompts(made_groups(3))
+    trainer = made_trainer(random_policy, prompts=3, attention=attention, loss="dr_grpo")
+    rows = [(g.problem.prompt_ids, r.ids) for g in groups for r in g.responses]
+    advantages = [reward - 0.5 if min(g.rewards) == 0 else 0.0 for g in groups
+                  for r, reward in zip(g.responses, g.rewards) for _ in r.ids]
+
+    def tokens(rows):
+        prompts = [prompt for prompt, _ in rows]
+        if attention == "shared":
+            prompts = {id(prompt): prompt for prompt in prompts}.values()
+        return sum(map(len, prompts)) + sum(len(ids) for _, ids in rows)
+    for size, limit in itertools.product((1, 2, 3), range(1, tokens(rows) + 1)):
+        trainer.config = dataclasses.replace(trainer.config, micro_batch_groups=size,
+                                             micro_batch_tokens=limit)
+        batches = micro_batches(trainer, groups)
+        assert torch.cat([b.packed.targets for b in batches]).tolist() == [
+            token for _, ids in rows for token in ids]
+        assert torch.cat([b.advantages for b in batches]).tolist() == advantages
+        last = 0
+        for batch in batches:
+            first, last = last, last + len(batch.packed.lengths)
+            length = tokens(rows[first:last])
+            assert length == batch.packed.prompt_lengths.sum() + batch.packed.lengths.sum()
+            assert length <= limit or last - first == 1
+            if last % (4 * size) and last < len(rows):  # else its groups end here
+                assert tokens(rows[first:last + 1]) > limit
+
+
+@pytest.mark.parametrize("attention", ["shared", "repeat"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_split_changes_the_gradient(unclipped, loss, beta, attention):
+    """A02: --micro-batch-groups and --micro-batch-tokens decide what is computed together, and
+    nothing else: from one response a pass to all groups in one, every parameter has the same
+    gradient, in the second inner step too, whose ratios are not 1."""
+    groups = with_like_prompts(made_groups(4))
+    expected, splits = None, set()
+    for size, limit in ((4, 10**6), (1, 10**6), (2, 10**6), (3, 10**6), (4, 1), (4, 15), (4, 33),
+                        (2, 21)):
+        policy = attach(small_model(num_hidden_layers=1).train())
+        changes = {"loss": loss, "beta": beta, "attention": attention, "micro_batch_groups": size,
+                   "micro_batch_tokens": limit}
+        splits.add(tuple(len(batch.packed.lengths) for batch in
+                         micro_batches(made_trainer(policy, prompts=4, **changes), groups)))
+        (_, first), (_, second), _, metrics = two_steps(policy, groups, **changes)
+        expected = expected or (first, second)
+        assert_gradients_agree(first, expected[0], 1e-5)
+        assert_gradients_agree(second, expected[1], 1e-5)
+    assert metrics["clip_low_share"] + metrics["clip_high_share"] > 0
+    assert len(splits) >= 7
+
+
+def textbook_gradient(now, before, reference, groups, settings):
+    """A period's gradient as the papers write it: stock models, one response at a time."""
+    policy, old = small_model(), small_model()
+    policy.load_state_dict(now)
+    old.load_state_dict(before)
+    kept = [r for g in groups for r in g.responses if r.finished or not settings.mask_truncated]
+    responses, loss = sum(len(g.responses) for g in groups), 0
+    for group in groups:
+        rewards = torch.tensor(group.rewards)
+        advantages = rewards - rewards.mean()
+        if settings.loss != "dr_grpo":
+            advantages = advantages / (rewards.std() + 1e-4)
+        for response, advantage in zip(group.responses, advantages):
+            if response not in kept:
+                continue
+            one = [group.problem.prompt_ids], [[response.ids]]
+            logprobs = separate_logprobs(policy, *one, settings.temperature)
+            ratio = (logprobs - separate_logprobs(old, *one, settings.temperature).detach()).exp()
+            tokens = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            if settings.beta:
+                d = separate_logprobs(reference, *one, settings.temperature).detach() - logprobs
+                tokens = tokens + settings.beta * (d.exp() - d - 1)
+            loss += {"grpo": tokens.mean() / responses,
+                     "dr_grpo": tokens.sum() / settings.max_new_tokens / responses,
+                     "dapo": tokens.sum() / sum(len(r.ids) for r in kept)}[settings.loss]
+    loss.backward()
+    return {name: p.grad for name, p in policy.named_parameters()}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_period_is_the_textbooks(random_policy, unclipped, loss, beta, masked):
+    """A02, A12, A27: with ragged groups, truncated responses and one group of equal rewards, both
+    inner steps have the gradient of the formula: each token has its own response's advantage and
+    divisor, rewards are scaled by the deviation but in dr_grpo, and the first pass is `old`."""
+    changes = {"loss": loss, "beta": beta, "mask_truncated": masked, "temperature": 0.8}
+    groups, settings = made_groups(4), config("", "", **changes).checked()
+    first, second, reference, _ = two_steps(random_policy, groups, micro_batch_tokens=24, **changes)
+    if reference:
+        stock = small_model()
+        stock.load_state_dict(reference.state_dict())
+        reference = stock
+    for now, found in (first, second):
+        expected = textbook_gradient(now, first[0], reference, groups, settings)
+        assert_gradients_agree(found, expected, 2e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_skipping_equal_rewards_is_exact(random_policy, unclipped, loss):
+    """With beta 0 a group of equal rewards is not trained on, and still counts in every divisor:
+    bit for bit where it would have been a micro-batch of its own."""
+    for size in (1, 2):
+        changes = {"loss": loss, "micro_batch_groups": size}
+        skipped = gradient_of(random_policy, made_groups(), beta=0.0, **changes)
+        trained = gradient_of(random_policy, made_groups(), beta=1e-30, **changes)
+        assert_gradients_agree(skipped, trained, 1e-5 if size > 1 else 0)
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+def test_equal_rewards_cost_no_forward_pass(random_policy, inner):
+    """With beta 0 the policy runs for the groups that have a gradient, once an inner step, and a
+    period of equal rewards runs nothing at all."""
+    passes = []
+    random_policy.model.register_forward_hook(lambda *_: passes.append(1))
+    changes = {"prompts": 6, "micro_batch_groups": 1, "beta": 0.0, "inner_steps": inner}
+    _, metrics = trained(made_trainer(random_policy, **changes), made_groups())
+    assert (len(passes), metrics["skipped_groups"]) == (5 * inner, 1)
+    equal = [dataclasses.replace(g, rewards=(0.35,) * 4) for g in made_groups()]
+    _, metrics = trained(made_trainer(random_policy, **changes), equal)
+    assert (len(passes), metrics["skipped_groups"]) == (5 * inner, 6)
+
+
+def test_equal_rewards_carry_the_kl(random_policy, unclipped):
+    """With beta such groups are trained: their gradient is the KL's, in proportion to beta."""
+    equal = [dataclasses.replace(g, rewards=(0.35,) * 4) for g in made_groups()]
+    one, two = (gradient_of(random_policy, equal, beta=beta) for beta in (0.1, 0.2))
+    assert sum(g.norm() for g in one.values()) > 0.01
+    assert_gradients_agree(one, {name: g / 2 for name, g in two.items()}, 1e-5)
+
+
+def test_entropy_of_a_period(random_policy):
+    """The mean over all response tokens, those of masked and of equally rewarded responses too, of
+    the policy that sampled: the first pass, not a later inner step's."""
+    stock, groups = small_model(), made_groups()
+    right = [Categorical(logits=stock(torch.tensor([[*g.problem.prompt_ids, *r.ids]]))
+                         .logits[0, len(g.problem.prompt_ids) - 1:-1] / 0.7).entropy()
+             for g in groups for r in g.responses]
+    for inner in (1, 2):
+        policy = attach(small_model().train())
+        trainer = made_trainer(policy, prompts=6, temperature=0.7, mask_truncated=True,
+                               inner_steps=inner, learning_rate=0.1, micro_batch_tokens=30)
+        _, metrics = trained(trainer, groups)
+        assert metrics["entropy"] == pytest.approx(torch.cat(right).mean().item(), rel=1e-5)
 
 
 def test_inner_steps_use_the_first_pass_as_old_policy(random_policy):
-    """Inner steps 2..n compare with the first pass's log-probs: those of the old weights."""
-    trainer = made_trainer(random_policy, inner_steps=2, prompts=6, learning_rate=1e-2)
+    """Inner steps 2..n compare with the first pass's log-probs: those of the old weights, which the
+    inference copy still holds. Micro-batches run in the same order each time."""
+    trainer = made_trainer(random_policy, inner_steps=3, prompts=6, learning_rate=1e-2,
+                           micro_batch_tokens=30)
     trainer.models.old = frozen_copy(random_policy)
     seen = []
     backward = trainer._backward
@@ -140,16 +360,15 @@ def test_inner_steps_use_the_first_pass_as_old_policy(random_policy):
         backward(batch)
         seen.append((batch, trainer.models.logprobs(batch.packed, forward_old=True)[:2]))
     trainer._backward = watched
-
-    async def period():
-        for group in made_groups():
-            await trainer.consume(group)
-        return await trainer.step()
-    metrics = asyncio.run(period())
-    assert len(seen) == 6  # three micro-batches, twice
+    steps, metrics = trained(trainer, made_groups())
+    assert len(steps) == 3
+    count = len(seen) // 3
+    passes = [[id(batch) for batch, _ in seen[i:i + count]] for i in range(0, len(seen), count)]
+    assert passes == [passes[0]] * 3 and len(set(passes[0])) == count > 3
     for batch, (_, old) in seen:
         assert (batch.old - old).abs().max() < 1e-5
-    assert (seen[-1][1][0] - seen[-1][0].old).abs().max() > 1e-3  # the second pass had moved
+    for batch, (new, _) in seen[count:]:
+        assert (new - batch.old).abs().max() > 1e-3  # the policy had moved
     assert metrics["clip_low_share"] + metrics["clip_high_share"] > 0
 
 
@@ -180,6 +399,63 @@ def test_a_gradient_that_is_not_finite_is_skipped(random_policy, bad):
             assert trainer.bad_steps == count and not trainer.optimizer.state
     for old, new in zip(before, random_policy.parameters()):
         assert torch.equal(old, new)
+
+
+def test_bad_periods(random_policy):
+    """A23 as a run meets it: a period whose gradient is NaN moves no weight, takes no second inner
+    step and leaves nothing in the next gradient; a good one between bad ones resets the count."""
+    trainer = made_trainer(random_policy, prompts=6, inner_steps=2)
+    for period, bad in enumerate((True, True, False, True, True, False, True, True, True)):
+        groups = made_groups(version=period)
+        if bad:
+            groups[2] = dataclasses.replace(groups[2], rewards=(float("inf"), 0.0, 0.0, 0.0))
+        before = [p.clone() for p in random_policy.parameters()]
+        if period == 8:
+            with pytest.raises(FloatingPointError, match="3 steps in a row"):
+                trained(trainer, groups)
+        else:
+            steps, metrics = trained(trainer, groups)
+            assert len(steps) == (0 if bad else 2)
+            assert metrics["bad_steps"] == (period % 3 + 1 if bad else 0)
+        moved = [not torch.equal(a, b) for a, b in zip(before, random_policy.parameters())]
+        assert not any(moved) if bad else all(moved)
+        assert all(p.isfinite().all() for p in random_policy.parameters())
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+def test_learning_rate_warms_up_by_periods(random_policy, inner):
+    """Linear over the first WARMUP_PERIODS periods, not steps, then constant: as the metric says,
+    and as the weights move: AdamW's first step is the rate itself, wherever there is a gradient."""
+    trainer = made_trainer(random_policy, prompts=6, inner_steps=inner, learning_rate=1e-3)
+    used = []
+    trainer.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
+    right = [1e-3 * n / WARMUP_PERIODS for n in range(1, WARMUP_PERIODS + 1)] + [1e-3] * 2
+    before = [p.detach().clone() for p in random_policy.parameters()]
+    for period, rate in enumerate(right):
+        _, metrics = trained(trainer, made_groups(version=period))
+        assert metrics["learning_rate"] == pytest.approx(rate)
+        assert used[-inner:] == pytest.approx([rate] * inner)
+        if period == 0 and inner == 1:
+            moved = max((a - b).abs().max() for a, b in zip(before, random_policy.parameters()))
+            assert moved.item() == pytest.approx(rate, rel=1e-2)
+    assert len(used) == inner * len(right)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+def test_gradient_is_clipped_once_a_step(random_policy, monkeypatch, loss):
+    """By the global norm of the whole period's gradient, dapo's divisor in it: not a micro-batch at
+    a time, nor a parameter, and a small one is not scaled up. The metric is the norm before."""
+    monkeypatch.setattr(periodic_async, "CLIP_NORM", float("inf"))
+    whole = gradient_of(random_policy, made_groups(), loss=loss)
+    norm = float(torch.cat([g.flatten() for g in whole.values()]).norm())
+    for limit in (norm / 100, norm / 2, norm * 10):
+        monkeypatch.setattr(periodic_async, "CLIP_NORM", limit)
+        trainer = made_trainer(random_policy, loss=loss, prompts=6, learning_rate=0)
+        ((_, found),), metrics = trained(trainer, made_groups())
+        scale = min(1.0, limit / norm)
+        assert_gradients_agree(found, {name: g * scale for name, g in whole.items()}, 1e-4)
+        assert metrics["gradient_norm"] == pytest.approx(norm, rel=1e-5)
 
 
 def test_a_period_without_any_gradient(random_policy):
@@ -457,9 +733,65 @@ def test_a_whole_run_from_the_command_line(warm_folder, tmp_path):
 
 def test_bfloat16_runs(warm_folder, tmp_path):
     """`--dtype bfloat16`: the policy keeps float32 parameters; the gap of sampled log-probs stays
-    at the rounding of bfloat16."""
-    result = train(config(warm_folder, tmp_path, dtype="bfloat16"))
+    at the rounding of bfloat16; and until it is trained its KL to the reference is exactly 0."""
+    result = train(config(warm_folder, tmp_path, dtype="bfloat16", inner_steps=1))
     assert 0 < result["logp_gap_max"] < 0.2
+    kl = [json.loads(line)["kl"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert kl[0] == 0 and min(kl[1:]) > 0
+
+
+# ---------------------------------------------------------------------------- the parts of a run
+
+def made_run(folder, out, **changes):
+    return set_up(config(folder, out, **changes).checked(), out, periodic_async.thread("shared"))
+
+
+def test_an_untrained_run_has_three_equal_models(random_folder, tmp_path):
+    """A27 in bfloat16: as `set_up` makes them, reference and inference copy score a packed row as
+    the policy does under autocast, bit for bit; after a period and a weight copy, the copy does."""
+    run = made_run(random_folder, tmp_path, dtype="bfloat16", periods=1, learning_rate=1e-2)
+    packed = pack([range(5, 13), [7]], [[[1, 2, 3], [4]], [[5, 6]]], multiple=8)
+    new, old, reference = run.trainer.models.logprobs(packed, forward_old=True)
+    assert torch.equal(new, old) and torch.equal(new, reference)
+    asyncio.run(run_periods(run, tmp_path))
+    new, old, still = run.trainer.models.logprobs(packed, forward_old=True)
+    assert torch.equal(new, old) and torch.equal(still, reference)
+    assert (new - reference).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("beta", "copies"), [(0.0, 1), (0.01, 2)])
+def test_no_reference_without_beta(random_folder, tmp_path, monkeypatch, beta, copies):
+    """With beta 0 no third set of weights is made: the only copy is the generator's."""
+    made = []
+    monkeypatch.setattr(periodic_async, "frozen_copy",
+                        lambda *args: made.append(frozen_copy(*args)) or made[-1])
+    models = made_run(random_folder, tmp_path, beta=beta).trainer.models
+    assert models.old is made[0] and len(made) == copies
+    assert (models.reference is None) == (beta == 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recompute_changes_no_bit(warm_folder, tmp_path, dtype):
+    """--recompute: what is in the policy's layers runs twice a pass, under autocast both times, and
+    its last norm once; inference copy and reference run once. Rollouts, gradients and weights
+    stay."""
+    results = {}
+    for recompute in (False, True):
+        run = made_run(warm_folder, tmp_path, recompute=recompute, dtype=dtype, periods=2,
+                       inner_steps=2)
+        calls, models = [], run.trainer.models
+        for model in (models.policy, models.reference, models.old):
+            for part in (*(layer.self_attn for layer in model.model.layers), model.model.norm):
+                part.register_forward_pre_hook(lambda part, *_: calls.append(part))
+        history = asyncio.run(run_periods(run, tmp_path))
+        for model in (models.policy, models.reference, models.old):
+            passes = calls.count(model.model.norm)
+            layers = [calls.count(layer.self_attn) for layer in model.model.layers]
+            assert passes > 3
+            assert layers == [passes * (2 if recompute and model is models.policy else 1)] * 2
+        results[recompute] = (*hashes(summary(run, history)), passes,
+                              [(h["gradient_norm"], h["loss"], h["entropy"]) for h in history])
+    assert results[False] == results[True]
 
 
 def test_user_error_is_raised_by_train(tmp_path):

@@ -1,0 +1,144 @@
+"""Seconds of a training pass with the prompt once a response, and once a group; memory of the head.
+
+    python tests/bench_trainer.py MODEL [--threads 2] [--repeats 3] [--shapes 64,8,64 512,8,64]
+
+Forward and backward pass of one group of P prompt tokens and K responses of R tokens, random ids,
+float32: the policy alone, without loss, reference and optimizer step. Three forms: repeat (a prompt
+a response), dense (a T x T mask), shared. Medians, the forms interleaved, after a warm-up of each;
+the matmul peak is a product of 512 rows with a matrix shaped as in the MLP, in between. FLOPs are
+the model's: projections, head (forward twice), attention over the pairs that may attend.
+Head: 2,048 tokens of hidden size 896, in a process of its own: the peak of resident memory in
+forward and backward above weight, its gradient and hidden states, beside the size of all logits.
+"""
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from attention import attach, pack
+from model import _HeadLogprobs, load, token_logprobs
+from periodic_async import CORES
+
+SHAPES = [(64, 8, 64), (256, 8, 64), (512, 8, 64), (256, 16, 32), (128, 8, 128), (32, 8, 256)]
+FORMS = {"repeat": "shared", "dense": "dense", "shared": "shared"}  # and the attention it runs on
+HEAD_TOKENS, HEAD_HIDDEN = 2048, 896
+
+
+def model_flops(model, tokens, response_tokens, pairs):
+    """Of a forward and a backward pass, which is two more, and the head's logits once more."""
+    config = model.config
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    linear = sum(w.numel() for w in model.base_model.layers.parameters() if w.dim() == 2)
+    head = 2 * model.get_output_embeddings().weight.numel() * response_tokens
+    attention = 4 * heads * size * config.num_hidden_layers * pairs
+    return 3 * (2 * linear * tokens + head + attention) + head
+
+
+def matmul_rates(config, rows=512, repeats=10):
+    """FLOPs a second of x @ W.T, several times."""
+    x, w = (torch.randn(n, config.hidden_size) for n in (rows, config.intermediate_size))
+    rates = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        x @ w.T
+        rates.append(2 * x.numel() * len(w) / (time.perf_counter() - start))
+    return rates
+
+
+def measure(model, shape, repeats):
+    """What is reported of one shape."""
+    (p, k, r), rng = shape, np.random.default_rng(0)
+    group = [rng.integers(10, model.vocab_size, p)], [rng.integers(10, model.vocab_size, (k, r))]
+    seconds, logprobs, rates = {form: [] for form in FORMS}, {}, []
+    for repeat in range(-1, repeats):  # -1: warm-up
+        for form, kind in FORMS.items():  # interleaved: the machine's speed drifts
+            attach(model, kind)
+            packed = pack(*group, share=form != "repeat", multiple=8)  # new: it caches its masks
+            start = time.perf_counter()
+            result = token_logprobs(model, packed)
+            result.sum().backward()
+            if repeat >= 0:
+                seconds[form].append(time.perf_counter() - start)
+                rates += matmul_rates(model.config)
+            logprobs[form] = result.detach()
+            model.zero_grad(set_to_none=False)  # as the trainer does
+    for form in FORMS:
+        torch.testing.assert_close(logprobs[form], logprobs["repeat"], atol=1e-2, rtol=0)
+    seconds = {form: statistics.median(values) for form, values in seconds.items()}
+    cost = packed.cost()
+    flops = {form: model_flops(model, cost[f"tokens_{form}"], k * r, cost[f"pairs_{form}"])
+             for form in ("repeated", "shared")}
+    return {"P": p, "K": k, "R": r, "token_ratio": cost["tokens_repeated"] / cost["tokens_shared"],
+            "flop_ratio": flops["repeated"] / flops["shared"],
+            **{f"{form}_speedup": seconds["repeat"] / seconds[form] for form in list(FORMS)[1:]},
+            "matmul_share": flops["shared"] / seconds["shared"] / statistics.median(rates),
+            **{f"{form}_seconds": taken for form, taken in seconds.items()}}
+
+
+def resident(name):
+    """Bytes: VmRSS, resident now; VmHWM, its peak."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition(f"{name}:")[2].split()[0])
+
+
+def head_peak(vocabulary):
+    """GiB that the head's forward and backward pass add. Call it in a new process: a peak stays."""
+    hidden = torch.randn(HEAD_TOKENS, HEAD_HIDDEN, requires_grad=True)
+    weight = torch.randn(vocabulary, HEAD_HIDDEN).mul_(0.02).requires_grad_()
+    weight.grad = torch.zeros_like(weight).fill_(0.0)  # every page is touched
+    targets = torch.randint(vocabulary, (HEAD_TOKENS,))
+    with contextlib.suppress(OSError):  # where it is not permitted, the peak is that since start
+        Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    logprobs, _ = _HeadLogprobs.apply(hidden, weight, targets, 1.0)
+    logprobs.sum().backward()
+    return (resident("VmHWM") - before) / 2**30
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--threads", type=int, default=CORES)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--shapes", nargs="*", default=SHAPES, metavar="P,K,R",
+                        type=lambda text: tuple(map(int, text.split(","))))
+    parser.add_argument("--vocabularies", nargs="*", type=int, default=[49152, 151936])
+    parser.add_argument("--head-peak", type=int, help=argparse.SUPPRESS)  # the process of its own
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    if given.head_peak:
+        return print(head_peak(given.head_peak))
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model = load(given.model)[0]
+    print(f"{given.model}, float32, {given.threads} thread(s), median of {given.repeats}\n"
+          "                seconds                  speed-up         fewer             share of\n"
+          "   P   K    R    repeat   dense  shared   dense  shared  tokens   FLOPs"
+          "   FLOP ratio  matmul peak (shared)")
+    shapes, peaks = [], {}
+    for shape in given.shapes:
+        shapes.append(row := measure(model, shape, given.repeats))
+        print("{P:4} {K:3} {R:4} {repeat_seconds:9.2f} {dense_seconds:7.2f} {shared_seconds:7.2f}"
+              "{dense_speedup:7.2f}x{shared_speedup:7.2f}x{token_ratio:7.2f}x{flop_ratio:7.2f}x"
+              "{0:12.0%} {matmul_share:12.0%}".format(row["shared_speedup"] / row["flop_ratio"],
+                                                      **row), flush=True)
+    for v in given.vocabularies:
+        command = [given.model, f"--threads={given.threads}", f"--head-peak={v}"]
+        peaks[v] = float(subprocess.check_output([sys.executable, __file__, *command]))
+        print(f"head of {v:,} tokens: {peaks[v]:.2f} GiB at the peak; all logits would be "
+              f"{4 * HEAD_TOKENS * v / 2**30:.2f} GiB")
+    print(json.dumps({"shapes": shapes, "head_peak_gib": peaks}))
+
+
+if __name__ == "__main__":
+    main()
