@@ -260,9 +260,8 @@ class InferenceCopy:
         self.logprobs, self.uniforms = np.zeros((2, rows, max_new_tokens), dtype=np.float32)
         self.open = np.zeros(rows, dtype=np.int64)  # of each prompt slot: responses not ended
         self.waiting: deque = deque()  # (ticket, prompt ids, uniforms), not yet prefilled
-        # Responses to prefilled prompts: (ticket, sample, prompt slot, prompt length, its number in
-        # `logits`, uniforms). `prefill` runs when none is left, and sets `logits` (prompts, V).
-        self.staged: deque = deque()
+        self.staged: deque = deque()   # ((ticket, sample), prompt slot, prompt length, uniforms,
+                                       # first token, its log-prob): prefilled, without a row yet
 
     def submit(self, ticket, prompt_ids: Sequence[int], uniforms: np.ndarray) -> None:
         """Queue K responses to a prompt; uniforms, (K, max_new_tokens) float32 in [0, 1), decide
@@ -277,60 +276,58 @@ class InferenceCopy:
 
     @property
     def admits(self) -> bool:
-        return bool(self.waiting or self.staged) and self.live < len(self.request)
+        return bool(self.waiting) and not self.staged and self.live < len(self.request)
 
     def step(self) -> list[tuple]:
         """One step; [(ticket, sample, ids, logprobs, finished)] for every response that ended."""
         with torch.inference_mode(), autocast(self.device, self.dtype):
             if self.admits:
-                if not self.staged:
-                    self.prefill(len(self.request) - self.live)
-                rows = self._start()
+                self.prefill(len(self.request) - self.live)
             else:
-                rows = self.decode()
-        return self._ended(rows)
+                self.decode()
+        ended = self._ended()
+        while self.staged and self.live < len(self.request):
+            self._start()
+            ended += self._ended()  # a first token may be a stop token
+        return ended
 
     def prefill(self, rows: int) -> None:
-        """Keys, values and logits of the first waiting prompts, as many as fill `rows`, in one
-        packed pass: once a prompt, however many responses it gets."""
+        """Keys and values of the first waiting prompts, as many as fill `rows`, in one packed pass:
+        once a prompt, however many responses it gets. Samples the first token of each."""
         chosen, responses, tokens = [], 0, 0
         while self.waiting and responses < rows and tokens < PREFILL_TOKENS:
             chosen.append(self.waiting.popleft())
             tokens, responses = tokens + len(chosen[-1][1]), responses + len(chosen[-1][2])
-        slots = np.flatnonzero(self.open == 0)  # enough: a prompt's slot is a row's at most
-        for i, ((ticket, prompt, uniforms), slot) in enumerate(zip(chosen, slots)):
-            self.open[slot] = len(uniforms)
-            self.staged.extend((ticket, sample, slot, len(prompt), i, row_uniforms)
-                               for sample, row_uniforms in enumerate(uniforms))
+        slots = np.flatnonzero(self.open == 0)[:len(chosen)]  # a prompt's slot is a row's at most
         packed = pack([prompt for _, prompt, _ in chosen], [[]] * len(chosen), multiple=8)
         slot_of_token = torch.from_numpy(slots)[packed.group_of_place[:tokens]].to(self.device)
-        ends = (packed.prompt_lengths.cumsum(0) - 1).to(self.device)
         packed = packed.to(self.device)
         self.slots.into(self.slots.prompts, slot_of_token, packed.position_ids[0, :tokens])
         hidden = self.model.base_model(input_ids=packed.input_ids, packed=packed, slots=self.slots,
                                        position_ids=packed.position_ids,
                                        use_cache=False).last_hidden_state[0]
+        ends = packed.prompt_lengths.cumsum(0) - 1
         last = hidden.index_select(0, pad(ends, (0, -len(ends) % 8)))
-        self.logits = _wide(self.model.get_output_embeddings()(last))
+        logits = _wide(self.model.get_output_embeddings()(last))
+        of_prompt = torch.arange(len(chosen)).repeat_interleave(
+            torch.tensor([len(uniforms) for *_, uniforms in chosen]))
+        first = zip(*self._sample(logits.index_select(0, of_prompt.to(self.device)),
+                                  np.concatenate([uniforms[:, 0] for *_, uniforms in chosen])))
+        for (ticket, prompt, uniforms), slot in zip(chosen, slots):
+            self.open[slot] = len(uniforms)
+            self.staged.extend(((ticket, sample), slot, len(prompt), row, *next(first))
+                               for sample, row in enumerate(uniforms))
 
-    def _start(self) -> np.ndarray:
-        """Give free rows to prefilled responses and sample their first tokens. Returns the rows."""
-        which, first = [], self.live
-        while self.staged and self.live < len(self.request):
-            *request, self.slot[self.live], self.length[self.live], prompt, uniforms = (
-                self.staged.popleft())
-            self.request[self.live], self.uniforms[self.live] = request, uniforms
-            which.append(prompt)
-            self.live += 1
-        rows, filling = np.arange(first, self.live), (0, -len(which) % 8)
-        self.count[rows] = 0
-        which = torch.from_numpy(np.pad(which, filling)).to(self.device)
-        self._take(rows, self._sample(self.logits.index_select(0, which),
-                                      np.pad(self.uniforms[rows, 0], filling)))
-        return rows
+    def _start(self) -> None:
+        """Give the free rows to responses whose prompts are prefilled."""
+        first, self.live = self.live, min(len(self.request), self.live + len(self.staged))
+        for row in range(first, self.live):
+            (self.request[row], self.slot[row], self.length[row], self.uniforms[row],
+             self.ids[row, 0], self.logprobs[row, 0]) = self.staged.popleft()
+        self.count[first:self.live] = 1
 
-    def decode(self) -> np.ndarray:
-        """One token for every row in flight. Returns the rows."""
+    def decode(self) -> None:
+        """One token for every row in flight."""
         rows = np.arange(self.live)
         filling = (0, -len(rows) % 8)
         slot, length, count = (x[rows] for x in (self.slot, self.length, self.count))
@@ -348,11 +345,12 @@ class InferenceCopy:
         hidden = self.model.base_model(input_ids=token[:, None], slots=slots, use_cache=False,
                                        position_ids=(length + place)[:, None]).last_hidden_state
         logits = _wide(self.model.get_output_embeddings()(hidden[:, 0]))
-        self._take(rows, self._sample(logits, np.pad(self.uniforms[rows, count], filling)))
-        return rows
+        sampled = self._sample(logits, self.uniforms[rows, count])
+        self.ids[rows, count], self.logprobs[rows, count] = sampled
+        self.count[rows] += 1
 
     def _sample(self, logits: Tensor, uniforms: np.ndarray) -> np.ndarray:
-        """Tokens and their log-probs, (2, rows), from logits (rows, V): a step's one host read.
+        """Tokens and their log-probs, (2, n), for n uniforms and as many of the logits (rows, V).
         Temperature 0 takes the likeliest token, else the first whose cumulative probability is
         above uniform * total: below the total in float32, too, so there is one. Cumulative sums
         are slow: first over the totals of blocks of tokens, then inside the chosen block."""
@@ -363,35 +361,30 @@ class InferenceCopy:
             filling = -p.shape[1] % 128
             blocks = (pad(p, (0, filling)) if filling else p).unflatten(1, (-1, 128))
             totals = blocks.sum(-1).cumsum(-1)
-            uniforms = torch.from_numpy(uniforms).to(p.device, non_blocking=True)
-            bound = uniforms[:, None] * totals[:, -1:]
+            given = torch.from_numpy(np.pad(uniforms, (0, len(p) - len(uniforms))))
+            bound = given.to(p.device, non_blocking=True)[:, None] * totals[:, -1:]
             block = torch.searchsorted(totals, bound, right=True)
             inside = blocks.take_along_dim(block[:, :, None], 1)[:, 0].cumsum(-1)
             bound = (bound - pad(totals, (1, 0)).gather(1, block)).clamp(min=0)
             bound = torch.minimum(bound, inside[:, -1:] * (1 - 2**-23))  # two sums, two roundings
             token = 128 * block + torch.searchsorted(inside, bound, right=True)
-        # Ids are exact in float32 up to 2**24, and one tensor is one read.
-        return torch.cat([token.to(p.dtype), p.gather(1, token).log()], 1).T.cpu().numpy()
-
-    def _take(self, rows: np.ndarray, sampled: np.ndarray) -> None:
-        self.ids[rows, self.count[rows]] = sampled[0, :len(rows)]
-        self.logprobs[rows, self.count[rows]] = sampled[1, :len(rows)]
-        self.count[rows] += 1
+        # Ids are exact in float32 up to 2**24, and one tensor is one read: a step's only one.
+        sampled = torch.cat([token.to(p.dtype), p.gather(1, token).log()], 1).cpu().numpy()
+        return sampled[:len(uniforms)].T
 
     def _stopped(self, rows: np.ndarray) -> np.ndarray:
         """Which of the rows end with a stop token."""
         return np.isin(self.ids[rows, self.count[rows] - 1], self.stop)
 
-    def _ended(self, rows: np.ndarray) -> list[tuple]:
+    def _ended(self) -> list[tuple]:
         """Free the rows whose newest token is a stop token, or their last; the last row in flight
         moves into each, so that a step works on the first ones."""
-        stopped, ended = self._stopped(rows), []
-        for row, finished in zip(rows[::-1], stopped[::-1]):
+        rows, ended = np.arange(self.live), []
+        stopped = self._stopped(rows)
+        for row in np.flatnonzero(stopped | (self.count[rows] == self.limit))[::-1]:
             n = self.count[row]
-            if not finished and n < self.limit:
-                continue
             ended.append((*self.request[row], self.ids[row, :n].tolist(),
-                          self.logprobs[row, :n].tolist(), bool(finished)))
+                          self.logprobs[row, :n].tolist(), bool(stopped[row])))
             self.open[self.slot[row]] -= 1
             self.live -= 1
             for state in (self.request, self.slot, self.length, self.count, self.ids,

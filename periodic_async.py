@@ -302,6 +302,10 @@ class Trainer:
         self.parameters = [p for p in models.policy.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate,
                                            weight_decay=0.0, fused=True)
+        for p in self.parameters:  # once: new memory is dear, and a period without any gradient
+            p.grad = torch.zeros_like(p)  # is a step with one of zero, not a step left out
+        # Backward adds the embedding's rows to its gradient, not a dense tensor of that size.
+        models.policy.get_input_embeddings().sparse = models.device.type == "cpu"
         self._start_period()
 
     def _start_period(self):
@@ -418,19 +422,18 @@ class Trainer:
     def _optimizer_step(self) -> float:
         """Scale (`dapo`), clip, step. A gradient that is not finite changes nothing but the count
         of such steps in a row: clipping would make every weight NaN. Returns the norm."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if self._loss_scale() != 1 and gradients:
-            torch._foreach_mul_(gradients, self._loss_scale())
+        if self._loss_scale() != 1:
+            torch._foreach_mul_([p.grad for p in self.parameters], self._loss_scale())
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM))
         self.bad_steps = 0 if np.isfinite(norm) else self.bad_steps + 1
         if self.bad_steps == BAD_STEPS:
             raise FloatingPointError(f"the gradient was not finite in {BAD_STEPS} steps in a row; "
                                      "a lower --learning-rate may help")
+        warm = min(1.0, (self.version + 1) / WARMUP_PERIODS)
+        self.optimizer.param_groups[0]["lr"] = self.config.learning_rate * warm
         if not self.bad_steps:
-            warm = min(1.0, (self.version + 1) / WARMUP_PERIODS)
-            self.optimizer.param_groups[0]["lr"] = self.config.learning_rate * warm
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)  # new memory is dear
+        self.optimizer.zero_grad(set_to_none=False)
         return norm
 
 

@@ -139,7 +139,6 @@ def trained(trainer, groups):
 def gradient_of(policy, groups, **changes):
     """The gradient of one period, {name: tensor}. A learning rate of 0 leaves the policy alone."""
     trainer = made_trainer(policy, prompts=len(groups), learning_rate=0, **changes)
-    policy.zero_grad()
     ((_, gradient),), _ = trained(trainer, groups)
     return gradient
 
