@@ -29,7 +29,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Llama
 
 from attention import Packed, Slots, attach, pack, refuse
 
-HEAD_CHUNK = 2**24       # logits alive at once, in elements: 64 MiB of float32
+HEAD_CHUNK = 2**24       # logits computed at once, in elements: 64 MiB of float32
 PREFILL_TOKENS = 4096    # a prefill takes no further prompt from here on
 WIDTH_STEP = 16          # decoding attends over a multiple of this many places
 TINY_STEPS = 400         # supervised warm-up of the embedded model: about 10 s on two cores

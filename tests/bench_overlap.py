@@ -1,6 +1,6 @@
 """What the overlap gains: a period's generation, its training, one after the other, at once.
 
-    python tests/bench_overlap.py MODEL [--groups 24] [--new-tokens 128]
+    python tests/bench_overlap.py MODEL [--groups 48] [--new-tokens 64] [--repeats 1]
 
 One core each first, then both schedules on all cores. Groups of 4 samples, lengths mixed (a
 response ends after a length drawn in advance), every group really trained (beta > 0). Prints the
@@ -60,12 +60,12 @@ def fix_lengths(copy, longest):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
-    parser.add_argument("--groups", type=int, default=24)
+    parser.add_argument("--groups", type=int, default=48)
     parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--micro-batch-groups", type=int, default=1)
+    parser.add_argument("--micro-batch-groups", type=int, default=2)
     given = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
