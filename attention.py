@@ -143,7 +143,7 @@ class Slots:
             [torch.zeros(layers, rows, heads, *shape, dtype=dtype, device=device)
              for shape in ((size, places), (places, size))] for places in (prompt, response))
 
-    def into(self, stored: Sequence[Tensor], slot: Tensor, place: Tensor):
+    def into(self, stored: Sequence[Tensor], slot: Tensor, place: Tensor) -> None:
         """Aim the next pass: token i is written to slot[i] and place[i] of prompts or responses."""
         self.stored, self.slot, self.place = stored, slot, place
 

@@ -236,9 +236,9 @@ def autocast(device: torch.device, dtype: torch.dtype):
 
 class InferenceCopy:
     """θ_t with its key/value slots: continuous batching over `rows` responses at a time.
-    `submit` queues K responses to a prompt. A `step` starts responses in free rows while any wait,
-    earliest prompt first, else decodes one token a row; it returns the responses that ended. Rows
-    are multiples of 8: else the bits of a product depend on the number of threads."""
+    `submit` queues K responses to a prompt. A `step` prefills the earliest prompts if rows are free
+    and nothing prefilled waits for one, else it decodes one token a row; it returns the responses
+    that ended. Rows are multiples of 8: else the bits of a product depend on threads."""
 
     def __init__(self, model, stop: Sequence[int], *, rows: int, longest_prompt: int,
                  max_new_tokens: int, temperature: float = 1.0,

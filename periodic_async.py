@@ -94,7 +94,7 @@ class Config:
     mask_truncated: bool = _default(False, "no gradient from responses cut off at the limit")
     learning_rate: float | None = _default(None, "of AdamW, after warm-up (1e-6; tiny: 2e-4)")
     # the machine
-    attention: str = _default("shared", "a prompt a group, so too with a T x T mask, a response",
+    attention: str = _default("shared", "a prompt: once a group; so too, by mask; once a response",
                               ("shared", "dense", "repeat"))
     dtype: str = _default("float32", "bfloat16: autocast", ("float32", "bfloat16"))
     train_devices: str = _default("", "cpu, cuda:0, npu:0, ..; empty: an accelerator, or cpu")
@@ -350,7 +350,8 @@ class Trainer:
             fitting = self._fitting(rows)
             batch, rows = self._micro_batch(rows[:fitting]), rows[fitting:]
             self._backward(batch)
-            self.batches += [batch] if config.inner_steps > 1 else []
+            if config.inner_steps > 1:
+                self.batches.append(batch)
 
     def _fitting(self, rows: list[tuple]) -> int:
         """How many rows (prompt, response, advantage) pack into --micro-batch-tokens, 1 at least.
