@@ -6,6 +6,7 @@ Where this departs from the textbook:
    finished gradient (`dapo`). So a micro-batch can be trained the moment it is complete, and
    neither the order in which groups arrive nor any split of a period changes the gradient.
 3. Numbers are compared as exact fractions. Nothing in an answer is ever evaluated.
+4. A response whose reward is missing (NaN) leaves its group's mean and deviation.
 
     file or arithmetic -> Problem -> (Generator) -> Response -> math_reward -> Group
     Group -> group_advantages -> grpo_loss -> (Trainer)
@@ -13,6 +14,7 @@ Where this departs from the textbook:
 Dimension letters, here and in the other files: P prompts a period, K samples a prompt, N responses
 in a micro-batch, T packed tokens, A response tokens, V vocabulary.
 """
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
@@ -24,16 +26,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+try:
+    import math_verify  # optional: decides about expressions that are equal, but spelt differently
+except ImportError:
+    math_verify = None
+
 LOSSES = ("grpo", "dr_grpo", "dapo")
 CLOSING = "Reason step by step, then write the final answer after ####."
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, its gold answer, and a key that no other prompt of a run has: it seeds sampling."""
+    """A prompt, its gold answer, and a key that no other prompt of a run has: it seeds sampling.
+    Rewards may look at the question, too."""
     prompt_ids: tuple[int, ...]
     answer: str
     key: int
+    question: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,9 +70,10 @@ def arithmetic(seed: int, index: int) -> tuple[str, str]:
 
 
 def read_problems(path: str | Path) -> list[tuple[str, str]]:
-    """Questions and gold answers of a JSONL file or of a JSON array of objects.
-    The question stands in `question`, `problem` or `prompt`, the gold answer in `answer`, after
-    the last `####` if there is one. Raises OSError, and ValueError that names file and line."""
+    """Questions and gold answers of a JSONL file or of a JSON array of objects: GSM8K, DeepScaleR,
+    AIME, MATH-500 and the like. The question stands in `question`, `problem` or `prompt`, the gold
+    answer in `answer`, after the last `####` if there is one; capital letters do not matter.
+    Raises OSError, and ValueError that names file and line."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")  # a BOM would make the first line invalid
         array = text.lstrip().startswith("[")
@@ -84,6 +94,7 @@ def _row(where, line):
         raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where} is not a JSON object")
+    record = {name.lower(): value for name, value in record.items()}
     question = next((record[k] for k in ("question", "problem", "prompt") if k in record), None)
     answer = record.get("answer")
     if isinstance(answer, (str, int, float)) and not isinstance(answer, bool):
@@ -108,17 +119,16 @@ def encode_prompt(tokenizer, question: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def draw_problems(rows: Sequence[tuple[tuple[int, ...], str]], seed: int, start: int,
-                  count: int) -> list[Problem]:
-    """Problems start .. start + count - 1 of the endless stream: shuffled epochs of `rows` (prompt
-    ids, gold answer), end to end. A pure function, so a resumed run needs no state."""
+def draw_problems(rows: Sequence[Problem], seed: int, start: int, count: int) -> list[Problem]:
+    """Problems start .. start + count - 1 of the endless stream: shuffled epochs of `rows`, end to
+    end, each with a key of its own. A pure function, so a resumed run needs no state."""
     size = len(rows)
     places = [divmod(index, size) for index in range(start, start + count)]
     order = {epoch: np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(size)
              for epoch in {epoch for epoch, _ in places}}
     # A key names its row, key % size, and is unique although epochs repeat the rows.
     keys = [epoch * size + int(order[epoch][place]) for epoch, place in places]
-    return [Problem(*rows[key % size], key) for key in keys]
+    return [dataclasses.replace(rows[key % size], key=key) for key in keys]
 
 
 # 65 digits at most: no sane answer is longer, and int() refuses thousands of them.
@@ -131,25 +141,46 @@ _NUMBER = re.compile(rf"""
     ({_DIGITS})
     (?:\s*/\s*(-?(?:{_DIGITS})))?(?!\d)          # the divisor of a fraction
     """, re.VERBOSE)
+# Words that change the number beside them, unlike a unit.
+_CHANGING = (r"(?!(?:log|ln|sin|cos|tan|arc\w+|sqrt|root|not|negative|minus|twice|half|double|"
+             r"hundred|thousand|million|billion|squared|cubed|factorial)\b)")
 _CLEANING = [(re.compile(pattern), new) for pattern, new in (
     ("\u2212", "-"),                                              # the typographic minus
     (r"\{,\}", ","),                                              # 9{,}500: a separator in TeX
     (r"\\(?:left|right|displaystyle)\b", ""),
+    (r"(?<=[^\s\\])(?:\\?\s|\\[,!;])*\\(?:text|mathrm|mbox)\s*"   # a unit
+     r"\{\s*(?![ap]\.?m)" + _CHANGING + r"[A-Za-z][A-Za-z. /]*\}\s*(?:\^\s*\{?\d\}?)?\s*$", ""),
     (r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 "),
-    (r"\\[dt]frac", r"\\frac"),
+    (r"\\[dt](frac|binom)", r"\\\1"),
     (r"(?<=\d)\\frac", r" \\frac"),                              # 1\frac{1}{2} is a mixed number
+    (r"\\frac\s*(\d)", r"\\frac{\1}"), (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),  # \frac12
     (r"\\frac\s*\{(-?[\d.,]+)\}\s*\{([\d.,]+)\}", r"\1/\2"),
-    (r"\\frac\s*(\d)\s*(\d)", r"\1/\2"),                         # \frac12
     (r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|°", " "),               # degrees
-    (r"\\[()\[\]]|\\?[$%]|[£€]|\*\*", ""),                        # currency, percent, bold, ..
-    (r"\\[,!;: ]|~", ""),                                         # spaces in TeX
-    (r"^\s*([-+])\s+", r"\1"))]                                   # - 5
+    (r"(?<!\\)\\[()\[\]]|\\?[$%]|[£€]|\*\*", ""),                # currency, percent, bold, ..
+    (r"(?<!\\)\\[,!;: ]|~", ""),                                 # spaces in TeX
+    (r"^\s*([-+])\s+", r"\1"),                                    # - 5
+    (r"^\s*[A-Za-z](?:\([A-Za-z]\))?\s*(?:=|\\in\b)\s*", ""))]  # x = 5, f(x) = x^2, x \in [0, 1)
+# One spelling of an answer that is no number, in this order, again until nothing changes.
+_SPELLING = [(re.compile(pattern), new) for pattern, new in (
+    ("√|\\\\?sqrt(?=[({ ])", r"\\sqrt"), ("π", r"\\pi"), (r"\+?(?:∞|\\infty)", "inf"),
+    ("∪", r"\\cup"), (r"≥|\\geq\b", r"\\ge"), (r"≤|\\leq\b", r"\\le"), ("bmatrix", "pmatrix"),
+    (r"([\^_])\s*(\d+|[A-Za-z])", r"\1(\2)"),                    # x^10
+    (r"(\\frac|\\sqrt(?:\[\d+\])?)\s*([0-9A-Za-z])", r"\1{\2}"),  # \sqrt3
+    (r"(\\frac\{[^{}]*\})\s*([0-9A-Za-z])", r"\1{\2}"),
+    (r"\s+", ""), (r"(?<![\d.])\.(?=\d|\\o)", "0."),
+    (r"\\frac\{-([^{}+-]*)\}", r"-\\frac{\1}"),
+    (r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"((\1)/(\2))"),
+    (r"(\\sqrt(?:\[\d+\])?|[\^_])\{([^{}]*)\}", r"\1(\2)"),
+    (r"\\cdot|\\times|(?<=\d)\*(?=[a-z\\(])", "*"),
+    # Brackets that change nothing: (x), (3\sqrt(5)) but not as a divisor, the outermost
+    (r"(?<![\w^\]])\((\d+|[A-Za-z]|\\pi|\\sqrt\(\w+\))\)(?![\^_!])", r"\1"),
+    (r"(?<![\w^/\]])\(((?:[\w.\\*]|\\sqrt\(\w+\))+)\)(?![\^_!])", r"\1"),
+    (r"^\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)$", r"\1"))]
 # What may stand around the one number of an answer: words or a name (`x = 5`) before it ..
-_BEFORE = re.compile(r"\(?|[A-Za-z][\w '+-]*[=:]\s*|"
-                     r"(?:(?!(?:log|ln|sin|cos|tan|not)\b)[A-Za-z']{2,}\s+)+")
-# .. and words or units behind it (`18 dollars`, `12 km/h`, `cm^2`), but no variable (5x).
-_BEHIND = re.compile(r"\)?(?:(?!(?!a\s)[abnuvwxyz]{1,3}\b|[NXYZ]\b)[A-Za-z']+(?:\s*\^\d)?|"
-                     r"[\s,.;:/\"-])*")
+_BEFORE = re.compile(rf"\(?|[A-Za-z][\w '+-]*[=:]\s*|(?:{_CHANGING}[A-Za-z']{{2,}}\s+)+")
+# .. and words or units behind it (`18 dollars`, `12 km/h`, `cm^2`), but no variable (5x, 3i).
+_BEHIND = re.compile(rf"(?:{_CHANGING}(?!(?!a\s)(?:[b-fi-knopqrt]|pi|[abnpquvwxyz]{{1,3}})\b|"
+                     r"[NXYZC]\b)[A-Za-z']+(?:\s*\^\d)?|[\s,.;:/\"()-])*")
 
 
 def extract_answer(text: str) -> tuple[str, bool] | None:
@@ -204,22 +235,61 @@ def _one_number(text: str) -> Fraction | None:
     return _fraction(matches[0])
 
 
+def _split(text: str) -> list[str]:
+    """The parts between commas that stand in no bracket."""
+    parts, depth = [""], 0
+    for c in text:
+        depth += (c in "([{") - (c in ")]}")
+        parts[-1] += c
+        if c == "," and depth == 0:
+            parts[-1] = parts[-1][:-1]
+            parts.append("")
+    return parts
+
+
+def _value(text: str):
+    """What an answer says, to be compared: a fraction for one number, a frozenset for a set or a
+    bare list of solutions, brackets and values for an interval or a tuple; else one spelling."""
+    text = _normalised(text)
+    whole = re.fullmatch(r"(\\\{|[(\[])(.*?)(\\\}|[)\]])", text, re.DOTALL)
+    inner = _split(whole[2]) if whole else []
+    if len(inner) > 1 or (whole and whole[1] == "\\{"):
+        values = tuple(map(_value, inner))
+        return frozenset(values) if whole[1] == "\\{" else (whole[1], values, whole[3])
+    number = _one_number(text)
+    if number is not None or len(text) > 500:  # no sane answer is longer
+        return number
+    parts = _split(re.sub(r"\s+(?:and|or)\s+", ",", text))
+    if len(parts) > 1:
+        return frozenset(map(_value, parts))
+    before = None
+    while text != before:
+        before = text
+        for pattern, new in _SPELLING:
+            text = pattern.sub(new, text)
+    return text.lower() if text.isalpha() and len(text) > 2 else text
+
+
 def math_reward(response: str, gold: str) -> float:
     """1.0 if the answer in `response` equals `gold`, else 0.0. Sees the response alone: a prompt
     that holds an example answer must not score. Numbers are compared as exact fractions (thousands
-    separators, currency, percent and units dropped), everything else as normalised text."""
+    separators, currency, percent and units dropped), sets without their order, all else in one
+    spelling; where that differs, and it is no number, `math-verify` decides if it is installed."""
     found = extract_answer(response)
     if found is None:
         return 0.0
-    answer, marked = _normalised(found[0]), found[1]
-    gold = _normalised(gold)
-    value = _one_number(gold)
+    answer, marked = found
+    right = _value(gold)
     if not marked:
-        numbers = list(_NUMBER.finditer(answer))
-        return float(value is not None and numbers != [] and _fraction(numbers[-1]) == value)
-    if value is not None:
-        return float(_one_number(answer) == value)
-    return float("".join(answer.split()) == "".join(gold.split()) != "")
+        numbers = list(_NUMBER.finditer(_normalised(answer)))
+        return float(isinstance(right, Fraction) and numbers != []
+                     and _fraction(numbers[-1]) == right)
+    given = _value(answer)
+    if given == right or isinstance(right, Fraction) or math_verify is None or len(answer) > 500:
+        return float(given == right and given not in ("", None))
+    # Without time limits of its own, which work in a main thread only.
+    parsed = (math_verify.parse(f"${x}$", parsing_timeout=None) for x in (gold, answer))
+    return float(math_verify.verify(*parsed, timeout_seconds=None))
 
 
 def group_advantages(rewards: Sequence[float], *, scale: bool = True,
@@ -227,12 +297,14 @@ def group_advantages(rewards: Sequence[float], *, scale: bool = True,
     """Advantages (K,) of one group: (r - mean) / (std + epsilon), with the sample standard
     deviation (n - 1) and TRL's epsilon; verl's is 1e-6. `scale=False` does not divide (Dr. GRPO).
     Equal rewards give exact zeros, found by max == min: eight rewards of 0.35 have a standard
-    deviation of 3e-8 in float32, which a test for zero lets through."""
+    deviation of 3e-8 in float32, which a test for zero lets through. A NaN, a reward that is
+    missing, stays one and is left out of mean and deviation."""
     r = torch.tensor(rewards, dtype=torch.float64)
-    if r.max() == r.min():
-        return torch.zeros(len(rewards))
-    centred = r - r.mean()
-    return (centred / (r.std() + epsilon) if scale else centred).float()
+    scored = r[~r.isnan()]
+    if scored.unique().numel() < 2:
+        return (r * 0).float()
+    centred = r - scored.mean()
+    return (centred / (scored.std() + epsilon) if scale else centred).float()
 
 
 def token_weights(lengths: Tensor, keep: Tensor, kind: str, responses: int,
@@ -285,8 +357,12 @@ def grpo_loss(logprobs: Tensor, old: Tensor, reference: Tensor | None,
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """What the groups of a period say about the policy that sampled them."""
     responses = [r for g in groups for r in g.responses]
-    tokens = sum(len(r.ids) for r in responses)
-    return {"reward": float(np.mean([g.rewards for g in groups])),
-            "finished_share": float(np.mean([r.finished for r in responses])),
-            "equal_reward_groups": sum(max(g.rewards) == min(g.rewards) for g in groups),
-            "response_tokens_mean": tokens / len(responses), "tokens": tokens}
+    lengths = [len(r.ids) for r in responses]
+    scored = [[x for x in g.rewards if x == x] for g in groups]  # NaN is not equal to itself
+    rewards = [x for group in scored for x in group]
+    return {"reward": sum(rewards) / len(rewards) if rewards else float("nan"),
+            "unscored": len(responses) - len(rewards),
+            "equal_reward_share": sum(len({*group}) < 2 for group in scored) / len(groups),
+            "finished_share": sum(r.finished for r in responses) / len(responses),
+            "tokens": sum(lengths), "response_tokens_mean": sum(lengths) / len(lengths),
+            "response_tokens_min": min(lengths), "response_tokens_max": max(lengths)}

@@ -20,9 +20,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
                           LlamaForCausalLM, PreTrainedTokenizerFast)
@@ -69,6 +70,20 @@ def load(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = tor
     if absent:  # transformers would train on with random values in their place
         raise ValueError(f"the model {name} has no weights for {', '.join(absent[:3])}")
     return attach(model.train()), tokenizer
+
+
+def fetch(path: str) -> str:
+    """The path itself, or that of hub:OWNER/NAME/FILE, a file of a data set, which is downloaded
+    once and kept. Raises ValueError that says what to do without a network."""
+    if not path.startswith("hub:"):
+        return path
+    owner, name, file = [*path.removeprefix("hub:").split("/", 2), "", ""][:3]
+    try:
+        return hf_hub_download(f"{owner}/{name}", file, repo_type="dataset")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot fetch {path}, a file of the data set {owner}/{name}: without a "
+                         f"network, download it and give its path ({str(error).splitlines()[0]})"
+                         ) from None
 
 
 def stop_ids(model, tokenizer) -> list[int]:

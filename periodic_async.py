@@ -19,16 +19,21 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import inspect
 import itertools
 import json
+import math
 import os
+import runpy
 import sys
+import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,12 +46,14 @@ from tqdm import tqdm
 from attention import Packed, attach, pack
 from grpo import (CLOSING, LOSSES, Group, Problem, Response, arithmetic, draw_problems,
                   encode_prompt, group_advantages, group_metrics, grpo_loss, math_reward,
-                  read_problems, token_weights)
-from model import InferenceCopy, TriModel, copy_weights, device, frozen_copy, load, stop_ids
+                  math_verify, read_problems, token_weights)
+from model import (InferenceCopy, TriModel, copy_weights, device, fetch, frozen_copy, load,
+                   stop_ids)
 
 CLIP_NORM = 1.0       # global norm of a step's gradient
 WARMUP_PERIODS = 5    # until the learning rate is reached, linearly
 BAD_STEPS = 3         # steps in a row without a finite gradient that end the run
+EVAL_KEYS = 2**62     # keys of evaluated problems start here, above all that are trained on
 LENDING = True        # a side may use the other's CPU cores while the other has nothing to do
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 TINY = {"learning_rate": 2e-4, "max_new_tokens": 8, "micro_batch_groups": 4}
@@ -70,11 +77,16 @@ class Config:
     """A run. Every field is a flag; None stands for a default that depends on the model."""
     # what is trained, on what
     model: str = _default("tiny", "tiny (built in), a folder, or a hub id")
-    data: str = _default("", "JSONL file or JSON array of problems; empty: sums of two digits")
+    data: str = _default("", "JSONL or JSON array of problems: a file, or hub:OWNER/NAME/FILE of a "
+                             "data set; empty: sums of two digits")
+    prompt_template: str = _default("", "text with {question} in it, or a file that holds it; "
+                                        "empty: the question, and how to mark the answer")
+    reward: str = _default("math", "math, or FILE.py:FUNCTION, called as (response, problem)")
+    reward_seconds: float = _default(10.0, "a call of the reward at most; over it counts 0")
     seed: int = _default(0, "decides problems, samples and the tiny model")
     # the schedule
     schedule: str = _default("async", "overlap generation and training, or not", ("async", "sync"))
-    periods: int = _default(100, "optimizer steps, times --inner-steps")
+    periods: int = _default(100, "optimizer steps, times --inner-steps; 0: evaluate and stop")
     prompts: int = _default(16, "prompts a period, P")
     samples: int = _default(16, "responses a prompt, K")
     inner_steps: int = _default(1, "optimizer steps on the same groups, GRPO's mu")
@@ -93,6 +105,11 @@ class Config:
     clip_high: float = _default(0.2, "and at 1 + this")
     mask_truncated: bool = _default(False, "no gradient from responses cut off at the limit")
     learning_rate: float | None = _default(None, "of AdamW, after warm-up (1e-6; tiny: 2e-4)")
+    # evaluation, between periods and at both ends
+    eval_data: str = _default("", "held-out problems, as --data; empty: no evaluation")
+    eval_every: int = _default(10, "periods from one evaluation to the next")
+    eval_samples: int = _default(1, "answers a problem: 1 greedy, more at --temperature, mean")
+    eval_limit: int = _default(0, "the first problems alone; 0: all")
     # the machine
     attention: str = _default("shared", "a prompt: once a group; so too, by mask; once a response",
                               ("shared", "dense", "repeat"))
@@ -107,7 +124,8 @@ class Config:
         config = dataclasses.replace(self, **{name: value for name, value in defaults.items()
                                               if getattr(self, name) is None})
         least = {"seed": 0, "samples": 2, "temperature": 1e-3, "beta": 0, "clip_low": 0,
-                 "clip_high": 0, "learning_rate": 0}
+                 "clip_high": 0, "learning_rate": 0, "periods": 0, "eval_limit": 0,
+                 "reward_seconds": 1e-3}
         for f in dataclasses.fields(config):
             value, choices = getattr(config, f.name), f.metadata["choices"]
             low = least.get(f.name, 1)
@@ -115,6 +133,8 @@ class Config:
                 raise ValueError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value}")
             if not isinstance(value, (str, bool)) and not low <= value < float("inf"):
                 raise ValueError(f"{flag(f.name)} must be {low} or more, not {value}")
+        if not config.periods and not config.eval_data:
+            raise ValueError("--periods 0 evaluates and stops: it needs --eval-data")
         return config
 
 
@@ -339,13 +359,20 @@ class Trainer:
 
     def _train(self, groups: list[Group]) -> None:
         config = self.config
-        self.unmasked_tokens += sum(len(r.ids) for g in groups for r in g.responses
-                                    if r.finished or not config.mask_truncated)
-        # Equal rewards give advantages of zero: without a KL term the group has no gradient.
-        useful = [g for g in groups if config.beta or max(g.rewards) != min(g.rewards)]
-        self.skipped += len(groups) - len(useful)
-        rows = [(g.problem.prompt_ids, *row) for g in useful for row in
-                zip(g.responses, group_advantages(g.rewards, scale=config.loss != "dr_grpo"))]
+        rows = []
+        for group in groups:
+            advantages = group_advantages(group.rewards, scale=config.loss != "dr_grpo")
+            unscored = advantages.isnan()
+            advantages = advantages.masked_fill(unscored, 0.0).tolist()
+            keep = [not missing and (r.finished or not config.mask_truncated)
+                    for missing, r in zip(unscored, group.responses)]
+            self.unmasked_tokens += sum(len(r.ids) * k for r, k in zip(group.responses, keep))
+            # Equal rewards give advantages of zero: without a KL term the group has no gradient.
+            if config.beta or any(advantages):
+                rows += [(group.problem.prompt_ids, *row)
+                         for row in zip(group.responses, advantages, keep)]
+            else:
+                self.skipped += 1
         while rows:
             fitting = self._fitting(rows)
             batch, rows = self._micro_batch(rows[:fitting]), rows[fitting:]
@@ -354,10 +381,10 @@ class Trainer:
                 self.batches.append(batch)
 
     def _fitting(self, rows: list[tuple]) -> int:
-        """How many rows (prompt, response, advantage) pack into --micro-batch-tokens, 1 at least.
-        Any split is exact: the loss is a sum over responses."""
+        """How many rows (prompt, response, advantage, is it kept) pack into --micro-batch-tokens,
+        1 at least. Any split is exact: the loss is a sum over responses."""
         tokens, before = 0, None
-        for number, (prompt, response, _) in enumerate(rows):
+        for number, (prompt, response, *_) in enumerate(rows):
             shared = prompt is before and self.config.attention != "repeat"
             tokens += len(response.ids) + (0 if shared else len(prompt))
             if number and tokens > self.config.micro_batch_tokens:
@@ -369,11 +396,10 @@ class Trainer:
         config = self.config
         groups = [list(group) for _, group in itertools.groupby(rows, lambda row: id(row[0]))]
         packed = pack([group[0][0] for group in groups],
-                      [[response.ids for _, response, _ in group] for group in groups],
+                      [[response.ids for _, response, *_ in group] for group in groups],
                       share=config.attention != "repeat", multiple=8)
-        _, responses, advantages = zip(*rows)
-        advantages = torch.stack(advantages)
-        keep = torch.tensor([r.finished or not config.mask_truncated for r in responses])
+        _, responses, advantages, keep = zip(*rows)
+        advantages, keep = torch.tensor(advantages), torch.tensor(keep)
         weights = token_weights(packed.lengths, keep, config.loss,
                                 config.prompts * config.samples, config.max_new_tokens)
         sampled = torch.tensor([x for r in responses for x in r.logprobs])
@@ -468,21 +494,88 @@ async def run_period(generator, trainer, problems: Sequence[Problem], samples: i
     return groups, await trainer.step()
 
 
-def problem_stream(config: Config, tokenizer) -> tuple[Callable[[int, int], list[Problem]], int]:
-    """A function (start, count) -> problems of the endless stream, and the longest prompt's tokens.
-    Raises ValueError where there are fewer than a period needs."""
-    read = ([(f"{question}\n\n{CLOSING}", gold) for question, gold in read_problems(config.data)]
-            if config.data else [arithmetic(config.seed, i) for i in range(1000)])
-    rows = [(encode_prompt(tokenizer, question), gold) for question, gold in read]
-    rows = [row for row in rows if len(row[0]) <= config.max_prompt_tokens]
-    if len(rows) < len(read):
-        print(f"{len(read) - len(rows)} of {len(read)} prompts are longer than "
+class Scorer:
+    """Rewards of responses. An async function is awaited; a plain one runs in a thread, `threads`
+    at most at once, so that the event loop goes on. A call that takes longer than `seconds` counts
+    0, and its thread, which Python cannot stop, is left behind. None and NaN stay NaN: unscored."""
+
+    def __init__(self, function: Callable, tokenizer, seconds: float, threads: int = CORES):
+        self.function, self.tokenizer, self.seconds = function, tokenizer, seconds
+        self.awaited = inspect.iscoroutinefunction(function)
+        self.seats = contextlib.nullcontext() if self.awaited else asyncio.Semaphore(threads)
+
+    def text(self, response: Response) -> str:
+        return self.tokenizer.decode(response.ids, skip_special_tokens=True)
+
+    async def __call__(self, problem: Problem, responses: Sequence[Response]) -> list[float]:
+        async with asyncio.TaskGroup() as calls:
+            rewards = [calls.create_task(self._reward(self.text(r), problem)) for r in responses]
+        return [reward.result() for reward in rewards]
+
+    async def _reward(self, text: str, problem: Problem) -> float:
+        call = self.function if self.awaited else functools.partial(in_thread, self.function)
+        async with self.seats:
+            try:
+                async with asyncio.timeout(self.seconds) as limit:
+                    reward = await call(text, problem)
+            except TimeoutError:
+                if not limit.expired():  # the function's own
+                    raise
+                tqdm.write(f"a reward of problem {problem.key} took more than --reward-seconds "
+                           f"{self.seconds} and counts 0")
+                return 0.0
+        return math.nan if reward is None else float(reward)
+
+
+def in_thread(function: Callable, *args) -> asyncio.Future:
+    """Call a function in a thread of its own that nobody waits for at the end of the process, as
+    an executor's threads are waited for."""
+    future = Future()
+
+    def call():
+        future.set_running_or_notify_cancel()
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+    threading.Thread(target=call, daemon=True).start()
+    return asyncio.wrap_future(future)
+
+
+def reward_function(name: str) -> Callable:
+    """`math`, or FILE.py:FUNCTION: that file is the only code of a user that a run executes.
+    Raises ValueError for one that cannot be loaded."""
+    if name == "math":
+        return lambda response, problem: math_reward(response, problem.answer)
+    path, _, function = name.rpartition(":")
+    try:
+        return runpy.run_path(path)[function]
+    except Exception as error:  # whatever the file raises
+        raise ValueError(f"--reward {name} is neither math nor FILE.py:FUNCTION that loads: "
+                         f"{type(error).__name__}: {error}") from None
+
+
+def read_prompts(config: Config, source: str, least: int, tokenizer) -> list[Problem]:
+    """The problems of the file that the flag `source` names, without one the built-in sums, whose
+    prompts are short enough. Raises ValueError where they are fewer than `least`."""
+    path = getattr(config, source)
+    template = config.prompt_template or ("{question}\n\n" + CLOSING if path else "{question}")
+    if "{question}" not in template:
+        template = Path(template).read_text(encoding="utf-8")
+    if "{question}" not in template:
+        raise ValueError(f"--prompt-template: no {{question}} in {config.prompt_template}")
+    read = (read_problems(fetch(path)) if path
+            else [arithmetic(config.seed, i) for i in range(1000)])
+    rows = [Problem(encode_prompt(tokenizer, template.replace("{question}", question)), gold,
+                    key, question) for key, (question, gold) in enumerate(read)]
+    fitting = [row for row in rows if len(row.prompt_ids) <= config.max_prompt_tokens]
+    if len(fitting) < len(rows):
+        print(f"{path}: {len(rows) - len(fitting)} of {len(rows)} prompts are longer than "
               f"--max-prompt-tokens {config.max_prompt_tokens}, and skipped")
-    if len(rows) < config.prompts:
-        raise ValueError(f"{config.data or 'arithmetic'}: {len(read)} problems read, {len(rows)} "
-                         f"kept, but a period needs --prompts {config.prompts}")
-    return (lambda start, count: draw_problems(rows, config.seed, start, count),
-            max(len(ids) for ids, _ in rows))
+    if len(fitting) < least:
+        raise ValueError(f"{path or 'arithmetic'}: {len(rows)} problems read, {len(fitting)} kept, "
+                         f"but {flag(source)} with --prompts {config.prompts} needs {least}")
+    return fitting
 
 
 def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNamespace:
@@ -495,7 +588,11 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
     policy, tokenizer = load(config.model, train_on, seed=config.seed)
     if config.attention == "dense":
         attach(policy, "dense")
-    draw, longest = problem_stream(config, tokenizer)
+    rows = read_prompts(config, "data", config.prompts if config.periods else 1, tokenizer)
+    held_out = read_prompts(config, "eval_data", 1, tokenizer) if config.eval_data else []
+    held_out = [dataclasses.replace(problem, key=EVAL_KEYS + problem.key)
+                for problem in held_out[:config.eval_limit or None]]
+    longest = max(len(problem.prompt_ids) for problem in [*rows, *held_out])
     inference = InferenceCopy(
         frozen_copy(policy, dtype).to(rollout_on), stop_ids(policy, tokenizer), rows=config.rows,
         longest_prompt=longest, max_new_tokens=config.max_new_tokens, **settings)
@@ -504,69 +601,127 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
     if config.recompute:
         policy.activation_checkpointing_enable()
     print(f"{config.model}: {sum(p.numel() for p in policy.parameters()):,} parameters, ready in "
-          f"{time.perf_counter() - begun:.0f} s. Output goes to {out}. The run:",
+          f"{time.perf_counter() - begun:.0f} s. Output goes to {out}. Answers are compared "
+          f"{'with' if math_verify else 'without'} math-verify. The run:",
           " ".join(f"{flag(name)} {value}" for name, value in vars(config).items()))
     timeline = Timeline(out / "trace.json")
     generate, train = (Worker(side, where, timeline, shared) for side, where in
                        (("generate", rollout_on), ("train", train_on)))
     generate.other, train.other = train, generate
     return SimpleNamespace(
-        config=config, tokenizer=tokenizer, draw=draw, timeline=timeline, rollouts=hashlib.sha256(),
+        config=config, rows=rows, held_out=held_out, timeline=timeline, rollouts=hashlib.sha256(),
+        score=Scorer(reward_function(config.reward), tokenizer, config.reward_seconds),
         generator=Generator([inference], generate, config.seed),
         trainer=Trainer(models, train, config))
+
+
+async def evaluate(run, out: Path) -> float:
+    """Answer the held-out problems with the weights as they are, through the run's own generator;
+    greedily where one answer each is asked for. Writes the answers to eval-<version>.jsonl, prints
+    a right and a wrong one, and returns the mean reward."""
+    generator, samples, rewards, shown = run.generator, run.config.eval_samples, [], {}
+
+    async def answered(problem):
+        responses = await generator.generate(problem, samples)
+        return responses, await run.score(problem, responses)
+
+    for inference in generator.copies:
+        inference.temperature = run.config.temperature if samples > 1 else 0
+    async with asyncio.TaskGroup() as answers:
+        tasks = [answers.create_task(answered(problem)) for problem in run.held_out]
+    for inference in generator.copies:
+        inference.temperature = run.config.temperature
+    with open(out / f"eval-{generator.version:06d}.jsonl", "w", encoding="utf-8") as file:
+        for problem, task in zip(run.held_out, tasks):
+            texts = [run.score.text(response) for response in task.result()[0]]
+            print(as_json({"question": problem.question, "answer": problem.answer,
+                           "responses": texts, "rewards": task.result()[1]}), file=file)
+            for text, reward in zip(texts, task.result()[1]):
+                shown.setdefault("right" if reward > 0.5 else "wrong", (problem, text))
+            rewards += task.result()[1]
+    mean = float(np.nanmean(rewards))
+    tqdm.write(f"after {generator.version} periods: {mean:.3f} on {len(run.held_out)} held-out "
+               f"problems, {samples} answer(s) each")
+    for verdict, (problem, text) in sorted(shown.items()):
+        tqdm.write(f"--- {verdict}, to {problem.question!r}, gold {problem.answer}:\n{text}\n---")
+    return mean
+
+
+def as_json(record: dict) -> str:
+    """One line of JSON, which knows no NaN and no infinity: null."""
+    def plain(value):
+        if isinstance(value, list):
+            return [plain(v) for v in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps({name: plain(value) for name, value in record.items()})
+
+
+def rollout_records(run, period: int, groups: Sequence[Group]) -> Iterator[dict]:
+    """What rollouts.jsonl says of a period's responses. Adds their ids to the run's digest."""
+    for group in groups:
+        for response, reward in zip(group.responses, group.rewards):
+            run.rollouts.update(np.array([-1, *response.ids]).tobytes())
+            yield {"period": period, "key": group.problem.key, "problem": group.problem.question,
+                   "response": run.score.text(response), "reward": reward,
+                   "finished": response.finished}
 
 
 async def run_periods(run, out: Path) -> list[dict]:
     """The loop of a run. Returns the metrics of every period, as metrics.jsonl holds them."""
     config, trainer, timeline, history = run.config, run.trainer, run.timeline, []
-    scorers = ThreadPoolExecutor(thread_name_prefix="reward")  # a reward must not stop the loop
-
-    async def score(problem, responses):
-        def rewards():
-            return [math_reward(run.tokenizer.decode(r.ids, skip_special_tokens=True),
-                                problem.answer) for r in responses]
-        return await asyncio.get_running_loop().run_in_executor(scorers, rewards)
-
-    async with run.generator as generator:
-        with (open(out / "metrics.jsonl", "w") as log,
-              tqdm(total=config.periods, unit="period", disable=None) as bar):
+    with (open(out / "metrics.jsonl", "w") as log,
+          open(out / "rollouts.jsonl", "w", encoding="utf-8") as rollouts,
+          tqdm(total=config.periods, unit="period", disable=None) as bar):
+        async with run.generator as generator:
+            if run.held_out:
+                run.eval_first = await evaluate(run, out)
             for period in range(config.periods):
                 timeline.open()
-                problems = run.draw(period * config.prompts, config.prompts)
+                problems = draw_problems(run.rows, config.seed, period * config.prompts,
+                                         config.prompts)
                 groups, step = await run_period(generator, trainer, problems, config.samples,
-                                                score, overlap=config.schedule == "async")
+                                                run.score, overlap=config.schedule == "async")
                 await generator.update(trainer.models.policy, trainer.version)
                 metrics = {"period": period, **group_metrics(groups), **timeline.close(), **step}
                 history.append(metrics)
-                print(json.dumps(metrics), file=log, flush=True)
-                for group in sorted(groups, key=lambda g: problems.index(g.problem)):
-                    for response in group.responses:
-                        run.rollouts.update(np.array([-1, *response.ids]).tobytes())
+                groups.sort(key=lambda group: problems.index(group.problem))
+                for record in rollout_records(run, period, groups):
+                    print(as_json(record), file=rollouts)
                 bar.write("period {period:4d}  reward {reward:.3f}  finished {finished_share:.2f}  "
                           "length {response_tokens_mean:.1f}  kl {kl:.4f}  gap {logp_gap_max:.1e}  "
                           "{seconds:.2f} s".format(**metrics))
+                last = period + 1 == config.periods
+                if run.held_out and (last or (period + 1) % config.eval_every == 0):
+                    metrics["eval_reward"] = await evaluate(run, out)
+                print(as_json(metrics), file=log, flush=True)
                 bar.update()
     return history
 
 
 def summary(run, history: list[dict]) -> dict:
     """What a run prints last."""
-    seconds, tokens = (sum(h[name] for h in history) for name in ("seconds", "tokens"))
-    generate, train = (sum(h[name] * h["seconds"] for h in history) / seconds
-                       for name in ("generate_busy", "train_busy"))
-    devices = {run.trainer.models.device, *(copy.device for copy in run.generator.copies)}
+    result = {"schedule": run.config.schedule, "periods": len(history)}
+    if history:
+        seconds, tokens = (sum(h[name] for h in history) for name in ("seconds", "tokens"))
+        generate, train = (sum(h[name] * h["seconds"] for h in history) / seconds
+                           for name in ("generate_busy", "train_busy"))
+        devices = {run.trainer.models.device, *(copy.device for copy in run.generator.copies)}
+        result |= {
+            "seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds,
+            "tokens_per_second_per_device": tokens / seconds / len(devices),
+            "reward_first": float(np.nanmean([h["reward"] for h in history[:5]])),
+            "reward_last": float(np.nanmean([h["reward"] for h in history[-5:]])),
+            "generate_busy": generate, "train_busy": train,
+            "overlap_bound": (generate + train) / max(generate, train),
+            "logp_gap_max": max(h["logp_gap_max"] for h in history)}
+    if run.held_out:
+        evals = [run.eval_first, *(h["eval_reward"] for h in history if "eval_reward" in h)]
+        result |= {"eval_first": evals[0], "eval_last": evals[-1]}
     weights = hashlib.sha256()
     for _, parameter in sorted(run.trainer.models.policy.named_parameters()):
         weights.update(parameter.detach().cpu().numpy().tobytes())
-    return {"schedule": run.config.schedule, "periods": len(history), "seconds": seconds,
-            "tokens": tokens, "tokens_per_second": tokens / seconds,
-            "tokens_per_second_per_device": tokens / seconds / len(devices),
-            "reward_first": float(np.mean([h["reward"] for h in history[:5]])),
-            "reward_last": float(np.mean([h["reward"] for h in history[-5:]])),
-            "generate_busy": generate, "train_busy": train,
-            "overlap_bound": (generate + train) / max(generate, train),
-            "logp_gap_max": max(h["logp_gap_max"] for h in history),
-            "rollouts_sha256": run.rollouts.hexdigest(), "weights_sha256": weights.hexdigest()}
+    return result | {"rollouts_sha256": run.rollouts.hexdigest(),
+                     "weights_sha256": weights.hexdigest()}
 
 
 def train(config: Config) -> dict:
@@ -584,7 +739,8 @@ def train(config: Config) -> dict:
     except BaseExceptionGroup as group:
         raise original(group) from None
     result = summary(run, history)
-    print(f"\nThe last period, {history[-1]['seconds']:.2f} s:\n{run.timeline.blocks()}\n")
+    if history:
+        print(f"\nThe last period, {history[-1]['seconds']:.2f} s:\n{run.timeline.blocks()}\n")
     return result
 
 

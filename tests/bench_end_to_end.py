@@ -47,13 +47,12 @@ def measured(given, out):
                     dtype="bfloat16" if given.bf16 else "float32").checked()
     questions = read(given.data, given.shots, given.steps * given.prompts)
 
-    def in_order(_, tokenizer):
-        problems = [Problem(encode_prompt(tokenizer, question), gold, key)
-                    for key, (question, gold) in enumerate(questions)]
-        longest = max(len(problem.prompt_ids) for problem in problems)
-        return lambda start, count: problems[start:start + count], longest
+    def in_order(_config, _flag, _least, tokenizer):
+        return [Problem(encode_prompt(tokenizer, question), gold, key)
+                for key, (question, gold) in enumerate(questions)]
 
-    periodic_async.problem_stream = in_order  # the program's shuffles, and adds a sentence
+    periodic_async.read_prompts = in_order  # the program's adds a sentence, and the draw shuffles
+    periodic_async.draw_problems = lambda rows, _seed, start, count: rows[start:start + count]
     periodic_async.math_reward = lambda text, gold: float(gold in text)
     shared = periodic_async.thread("all cores")
     run = shared.submit(set_up, config, out, shared).result()
@@ -62,7 +61,7 @@ def measured(given, out):
     responses = given.prompts * given.samples
     for period in history:
         assert period["tokens"] == responses * given.new_tokens
-        problems = run.draw(period["period"] * given.prompts, given.prompts)
+        problems = run.rows[period["period"] * given.prompts:][:given.prompts]
         period["tokens"] += given.samples * sum(len(p.prompt_ids) for p in problems)
     return history, run.timeline.blocks()
 

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import periodic_async
+from grpo import draw_problems
 from periodic_async import Config, run_period, set_up
 
 
@@ -79,7 +80,7 @@ def main():
 
 def measure(given, run):
     fix_lengths(run.generator.copies[0], given.new_tokens)
-    problems = run.draw(0, given.groups)
+    problems = draw_problems(run.rows, 0, 0, given.groups)
     timelines = {}
 
     async def period(generator, trainer, overlap):

@@ -146,7 +146,7 @@ def test_exactly_one_bos(has_bos, adds_bos, template, expected):
     assert type(ids) is tuple and {type(i) for i in ids} == {int}
 
 
-ROWS = [((i, i + 1), str(i)) for i in range(6)]
+ROWS = [Problem((i, i + 1), str(i), key=i) for i in range(6)]
 
 
 @pytest.mark.parametrize("start, count", [(0, 6), (6, 6), (0, 60), (4, 5), (17, 1), (5, 30)])
@@ -163,7 +163,7 @@ def test_epochs_stand_end_to_end():
     stream = draw_problems(ROWS, 7, 0, 60)
     epochs = [stream[i:i + 6] for i in range(0, 60, 6)]
     for epoch in epochs:
-        assert sorted(p.answer for p in epoch) == [answer for _, answer in ROWS]
+        assert sorted(p.answer for p in epoch) == [row.answer for row in ROWS]
     assert len({tuple(p.answer for p in epoch) for epoch in epochs}) > 5
     assert stream != draw_problems(ROWS, 8, 0, 60)
 
@@ -172,7 +172,7 @@ def test_keys_are_unique_and_name_the_row():
     """A21: no two prompts of a run share a key; the rest of key / size is the row."""
     stream = draw_problems(ROWS, 7, 0, 60)
     assert len({p.key for p in stream}) == 60
-    assert [(p.prompt_ids, p.answer) for p in stream] == [ROWS[p.key % 6] for p in stream]
+    assert [p.prompt_ids for p in stream] == [ROWS[p.key % 6].prompt_ids for p in stream]
 
 
 def test_one_row_is_a_data_set():
@@ -247,7 +247,7 @@ def test_right_answers(response, gold):
     (r"\boxed{x > 5}", "5"), (r"\boxed{x \ge 5}", "5"), (r"\boxed{0.\overline{3}}", "0"),
     ("#### 12:30", "12"),
     # text
-    (r"\boxed{(1, 2)}", "(2,1)"), (r"\boxed{3,2}", "2,3"), ("#### Monday", "Tuesday"),
+    (r"\boxed{(1, 2)}", "(2,1)"), ("#### Monday", "Tuesday"),
     (r"\boxed{}", ""),
     # division by zero
     ("1/0", "0"), (r"\boxed{1/0}", "1"), (r"\boxed{\frac{1}{0}}", "0"), ("#### 5/0", "7"),
@@ -319,6 +319,134 @@ def test_thousands_of_digits(number, form):
     """A08: int() refuses more than 4300 digits; such an answer is wrong, as such a gold is."""
     assert math_reward(form.format(number), "9") == 0.0
     assert math_reward("#### 9", number) == 0.0
+
+
+@pytest.mark.parametrize("response, gold", [
+    # GSM8K
+    ("#### 1,080", "1,080"), ("#### 1080", "1,080"), (r"\boxed{1{,}080}", "1,080"),
+    ("#### $70,000.", "70000"), ("#### Janet makes $18 every day.", "18"), ("####\n18", "18"),
+    (r"#### \boxed{18}", "18"), ("#### 18 (dollars)", "18"), ("#### 16 - 3 - 4 = 9", "9"),
+    ("#### 160 sq ft", "160"), ("#### 10 m", "10"), ("#### 2 1/2 cups", "2.5"), ("#### 5 km", "5"),
+    ("So she has **18** eggs.", "18"), (r"The answer is: $\boxed{\$1,250.00}$.", "1250"),
+    # AIME
+    (r"\boxed{025}", "25"), (r"\boxed{73}", "073"), (r"$m+n=\boxed{007}$", "7"),
+    (r"\boxed{m+n = 025}", "025"), (r"\[\boxed{204}\]", "204"), (r"\boxed{\boxed{113}}", "113"),
+    (r"\boxed{\text{The answer is } 42}", "42"), (r"\boxed{\mathbf{540}}", "540"),
+    # MATH: numbers, money, percent, degrees, units
+    (r"\boxed{\$32,348}", r"\$32,\!348"), (r"\boxed{18.9}", r"\$18.90"), (r"\boxed{50\%}", "50"),
+    (r"\boxed{.35625}", "0.35625"), (r"\boxed{3\frac{1}{5}}", r"\frac{16}{5}"),
+    (r"\boxed{-2\frac{1}{3}}", r"-\frac{7}{3}"), (r"\boxed{\frac{5}{9}}", r"\frac 59"),
+    (r"\boxed{60^{\circ}}", r"60^\circ"), (r"\boxed{60 \text{ degrees}}", r"60^\circ"),
+    (r"\boxed{\frac{270}{7}}", r"\frac{270}7\text{ degrees}"), (r"\boxed{10}", r"10\text{ cm}"),
+    (r"\boxed{15}", r"15\mbox{ cm}^2"), (r"\boxed{864 \text{ inches}^2}", r"864 \mbox{ inches}^2"),
+    (r"\boxed{5.4}", r"5.4 \text{ cents}"), (r"\boxed{12\pi \text{ square units}}", r"12\pi"),
+    (r"\boxed{12\pi}", r"12\pi\text{ cm}^2"), (r"\boxed{2\sqrt{3}\text{ cm}}", r"2\sqrt3"),
+    # roots, pi, fractions
+    (r"\boxed{\frac{3\sqrt{5}}{2}}", r"3\sqrt5/2"), (r"\boxed{\dfrac{\pi}{6}}", r"\pi/6"),
+    (r"\boxed{-\frac{\sqrt{3}}{2}}", r"\frac{-\sqrt{3}}{2}"), (r"\boxed{11\sqrt{2}}", r"11\sqrt2"),
+    (r"\boxed{\frac{\sqrt2}2}", r"\frac{\sqrt{2}}{2}"), (r"\boxed{70\sqrt{2}}", r"70 \sqrt{2}"),
+    (r"\boxed{\frac{3+\sqrt{5}}{2}}", r"\frac{3 + \sqrt 5}{2}"), ("#### 3√5/2", r"3\sqrt{5}/2"),
+    (r"\boxed{(3+\sqrt{5})/2}", r"\frac{3+\sqrt{5}}{2}"), (r"\boxed{\sqrt[3]{7}}", r"\sqrt[3]7"),
+    (r"\boxed{x = \sqrt{2}}", r"\sqrt{2}"), (r"\boxed{$\frac{\pi}{3}$}", r"\frac{\pi}{3}"),
+    (r"\boxed{1\pm\sqrt{19}}", r"1 \pm \sqrt{19}"), (r"\boxed{0.\overline{36}}", r".\overline{36}"),
+    # powers, bases, logarithms, binomials
+    (r"\boxed{2^{10}}", "2^{10}"), (r"\boxed{2^10}", "2^{10}"), (r"\boxed{e^{2}}", "e^2"),
+    (r"\boxed{2 \times 3^5}", r"2\cdot3^{5}"), (r"\boxed{1011_{2}}", "1011_2"),
+    (r"\boxed{2516_8}", r"2516_{8}"), (r"\boxed{1011_{\text{two}}}", r"1011_{\text{two}}"),
+    (r"\boxed{\log_{2} 5}", r"\log_2 5"), (r"\boxed{\dbinom{10}{3}}", r"\binom{10}{3}"),
+    # intervals and inequalities
+    (r"\boxed{(-\infty,2]\cup[5,\infty)}", r"(-\infty, 2] \cup [5, \infty)"),
+    (r"\boxed{\left(-\infty, 2\right] \cup \left[5, +\infty\right)}", r"(-\infty,2]\cup[5,\infty)"),
+    (r"\boxed{(-∞, 2] ∪ [5, ∞)}", r"(-\infty,2]\cup[5,\infty)"), (r"\boxed{x\in[0,1]}", "[0, 1]"),
+    (r"\boxed{\left[-1, 1\right)}", "[-1,1)"), (r"\boxed{[-2,7]}", r"x \in [-2,7]"),
+    (r"\boxed{[-0.5, 0.75]}", r"\left[-\frac{1}{2}, \frac{3}{4}\right]"),
+    (r"\boxed{\left(\frac35,\frac83\right]}", r"\left( \frac{3}{5}, \frac{8}{3} \right]"),
+    (r"\boxed{x \geq 5}", r"x \ge 5"), (r"\boxed{-2 \leq x < 3}", r"-2\le x<3"),
+    # sets, lists, tuples, vectors
+    (r"\boxed{\{2, 1\}}", r"\{1, 2\}"), (r"\boxed{\left\{1,2\right\}}", r"\{1,2\}"),
+    (r"\boxed{5, 3, 7}", "3, 5, 7"), (r"\boxed{1, -2}", r"\{-2, 1\}"), (r"\boxed{5,-5}", "-5, 5"),
+    (r"\boxed{-2 \text{ and } 5}", "-2, 5"), (r"\boxed{x = 1, x = 3}", "1,3"),
+    (r"\boxed{(6, 31, -1)}", "(6,31,-1)"), (r"\boxed{(100,200)}", "(100, 200)"),
+    (r"\boxed{(3,\pi/2)}", r"\left( 3, \frac{\pi}{2} \right)"), (r"\boxed{(1.5, -13)}",
+    r"\left(\frac{3}{2},-13\right)"), (r"\boxed{(1+\sqrt{2}, 3)}", r"(1 + \sqrt2,3)"),
+    (r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}",
+     r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}"),
+    (r"\boxed{\begin{bmatrix} 1 \\ -2 \end{bmatrix}}", r"\begin{pmatrix} 1 \\ -2 \end{pmatrix}"),
+    (r"\boxed{\begin{pmatrix} -\frac{1}{3} \\ \frac{2}{3} \end{pmatrix}}",
+     r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}"),
+    # expressions
+    (r"\boxed{x^{2} - 5x + 6}", "x^2-5x+6"), (r"\boxed{6r^2 - 4r - 24}", "6r^2-4r-24"),
+    (r"\boxed{p-q}", "p - q"), (r"\boxed{\dfrac{x+1}{x-2}}", r"\frac{x + 1}{x - 2}"),
+    (r"\boxed{(x+1)/(x-2)}", r"\frac{x+1}{x-2}"), (r"\boxed{y = 2x + 3}", "2x+3"),
+    (r"\boxed{f(x) = x^2+1}", "x^2 + 1"), (r"\boxed{5x - 7y + 4 = 0}", "5x-7y+4=0"),
+    (r"\boxed{6-5i}", "6 - 5i"), (r"\boxed{z = 1 + 274i}", "1+274i"), (r"\boxed{-i}", "-i"),
+    # choices, words, times, ratios
+    (r"\boxed{\text{(B)}}", "B"), (r"\boxed{B}", r"\text{(B)}"), (r"\boxed{\textbf{(C)}}", "(C)"),
+    (r"\boxed{Evelyn}", r"\text{Evelyn}"), (r"\boxed{\text{Even}}", r"\text{even}"),
+    (r"\boxed{\text{no solution}}", "no solution"), (r"\boxed{\text{June 20}}", "June 20"),
+    (r"\boxed{10:30 \text{ a.m.}}", r"\text{10:30 a.m.}"), (r"\boxed{3 : 2}", "3:2"),
+])
+def test_right_forms(monkeypatch, response, gold):
+    """A08: right answers as models write them to golds of GSM8K, MATH and AIME."""
+    monkeypatch.setattr("grpo.math_verify", None)
+    assert math_reward(response, gold) == 1.0
+
+
+@pytest.mark.parametrize("response, gold", [
+    # GSM8K and AIME: off by one, another place, another sign, more than one number
+    ("#### 17", "18"), ("#### 1,080", "1,008"), ("#### 108", "1,080"), ("#### 1.080", "1,080"),
+    ("#### 10.80", "1,080"), ("#### 18.5", "18"), ("#### 12 1/2", "12"), ("#### 1/3", "0.33"),
+    ("#### 18-20", "18"), ("#### 18-20", "20"), ("#### 18 to 20", "20"), ("#### 20% of 50", "20"),
+    ("#### 16 - 3 - 4 = 9", "16"), ("#### $0.50", "50"), (r"\boxed{250}", "025"),
+    (r"\boxed{205}", "025"), (r"\boxed{203}", "204"), (r"\boxed{-204}", "204"),
+    (r"\boxed{\text{not } 42}", "42"), (r"\boxed{\text{between 41 and 42}}", "42"),
+    (r"\boxed{\text{no solution}}", "0"), (r"\boxed{0}", r"\text{no solution}"),
+    # fractions, roots, pi, degrees
+    (r"\boxed{3\frac{1}{5}}", r"\frac{3}{5}"), (r"\boxed{2\frac12}", "1"),
+    (r"\boxed{\frac{3\sqrt{5}}{2}}", r"\frac{3\cdot5}{2}"), (r"\boxed{\frac{35}{2}}",
+    r"\frac{3\sqrt{5}}{2}"), (r"\boxed{\frac{\sqrt{3}}{2}}", r"-\frac{\sqrt{3}}{2}"),
+    (r"\boxed{\frac{\sqrt{3}}{2}}", r"\frac{3}{2}"), (r"\boxed{\dfrac{\pi}{6}}", r"\frac{\pi}{3}"),
+    (r"\boxed{12}", r"12\pi"), (r"\boxed{12\pi\text{ square units}}", "12"),
+    (r"\boxed{\frac{1}{2\pi}}", r"\frac{1}{2}\pi"), (r"\boxed{\sqrt[3]{2}}", r"\sqrt{2}"),
+    (r"\boxed{\sqrt{3x}}", r"\sqrt3x"), (r"\boxed{\sqrt{x+1}}", r"\sqrt{x}+1"),
+    (r"\boxed{3+\sqrt{5}/2}", r"\frac{3+\sqrt{5}}{2}"), (r"\boxed{x = -\sqrt{2}}", r"\sqrt{2}"),
+    (r"\boxed{1+\sqrt{19}}", r"1 \pm \sqrt{19}"), (r"\boxed{\sin 60^\circ}", "60"),
+    (r"\boxed{0.\overline{36}}", "0.36"),
+    # powers, bases, logarithms, binomials
+    (r"\boxed{2^{10}}", "2^{11}"), (r"\boxed{2^{10}}", "210"), (r"\boxed{102}", "10^2"),
+    (r"\boxed{2^{n}+1}", "2^{n+1}"), (r"\boxed{1011_3}", "1011_2"), (r"\boxed{1010_2}", "1011_2"),
+    (r"\boxed{\log_5 2}", r"\log_2 5"), (r"\boxed{\binom{10}{4}}", r"\binom{10}{3}"),
+    (r"\boxed{\frac{10}{3}}", r"\binom{10}{3}"), (r"\boxed{\ln 2}", "2"),
+    # intervals and inequalities
+    (r"\boxed{[0,1]}", "(0,1]"), (r"\boxed{[0,1)}", "[0,1]"), (r"\boxed{x \in (0,1)}", "[0,1]"),
+    (r"\boxed{\left[-1, 1\right]}", r"\left[-1, 1\right)"), (r"\boxed{[1,0]}", "[0,1]"),
+    (r"\boxed{(-\infty, 2) \cup [5, \infty)}", r"(-\infty, 2] \cup [5, \infty)"),
+    (r"\boxed{(-\infty, 2] \cap [5, \infty)}", r"(-\infty, 2] \cup [5, \infty)"),
+    (r"\boxed{(-\infty, 2]}", r"(-\infty, 2] \cup [5, \infty)"), (r"\boxed{-\infty}", r"\infty"),
+    (r"\boxed{x > 5}", r"x \ge 5"), (r"\boxed{x \le 5}", r"x \ge 5"),
+    # sets, lists, tuples, vectors
+    (r"\boxed{\{1, 2, 3\}}", r"\{1, 2\}"), (r"\boxed{3, 5}", "3, 5, 7"), (r"\boxed{5}", "-5, 5"),
+    (r"\boxed{(31, 6, -1)}", "(6,31,-1)"), (r"\boxed{(6, 31, 1)}", "(6,31,-1)"),
+    (r"\boxed{\left(\frac{\pi}{2}, 3\right)}", r"\left(3, \frac{\pi}{2}\right)"),
+    (r"\boxed{\{1, 2\}}", "(1,2)"), (r"\boxed{(1,2)}", "[1,2]"), (r"\boxed{(1,23)}", "(12,3)"),
+    (r"\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}", r"\begin{pmatrix} 1 \\ -2 \end{pmatrix}"),
+    (r"\boxed{\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}}",
+     r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}"),
+    # expressions
+    (r"\boxed{x^2 + 5x + 6}", "x^2-5x+6"), (r"\boxed{x^3-5x+6}", "x^2-5x+6"),
+    (r"\boxed{q-p}", "p - q"), (r"\boxed{\frac{x-1}{x+2}}", r"\frac{x+1}{x-2}"),
+    (r"\boxed{x+1/x-2}", r"\frac{x+1}{x-2}"), (r"\boxed{a+\frac{b}{c}}", r"\frac{a+b}{c}"),
+    (r"\boxed{6+5i}", "6 - 5i"), (r"\boxed{i}", "-i"), (r"\boxed{2x - 3}", "y = 2x+3"),
+    (r"\boxed{\sin x}", r"\cos x"), (r"\boxed{2(x+1)}", "2x+1"), (r"\boxed{(ab)^2}", "ab^2"),
+    # choices, words, times, ratios
+    (r"\boxed{\text{(C)}}", r"\text{(B)}"), (r"\boxed{A}", "B"), (r"\boxed{Carla}", "Evelyn"),
+    (r"\boxed{\text{odd}}", r"\text{even}"), (r"\boxed{2:51}", "2:15"), (r"\boxed{2:3}", "3:2"),
+    (r"\boxed{10:30 \text{ p.m.}}", r"\text{10:30 a.m.}"), (r"\boxed{\text{June 21}}", "June 20"),
+])
+def test_wrong_forms(monkeypatch, response, gold):
+    """A08: wrong answers close to golds of GSM8K, MATH and AIME score nothing."""
+    monkeypatch.setattr("grpo.math_verify", None)
+    assert math_reward(response, gold) == 0.0
 
 
 # ------------------------------------------------------------------------------- advantages

@@ -683,7 +683,7 @@ def bad_inputs(tmp_path_factory, random_folder):
     (["--data", "{bad}/empty.jsonl"], "empty.jsonl holds no problems"),
     (["--data", "{bad}/broken.jsonl"], "broken.jsonl, line 2"),
     (["--data", "{bad}/binary.jsonl"], "binary.jsonl"),
-    (["--data", "{bad}/three.jsonl"], "3 problems read, 3 kept, but a period needs --prompts 4"),
+    (["--data", "{bad}/three.jsonl"], "3 problems read, 3 kept, but --data with --prompts 4 needs"),
     (["--data", "{bad}/three.jsonl", "--max-prompt-tokens", "2"], "3 problems read, 0 kept"),
     (["--model", "{bad}/nowhere"], "nowhere"), (["--model", "{bad}"], "{bad}"),
     (["--model", "{bad}/sliding"], "sliding_window=4096"),
