@@ -27,6 +27,8 @@ import json
 import math
 import os
 import runpy
+import shutil
+import signal
 import sys
 import threading
 import time
@@ -52,8 +54,12 @@ from model import (InferenceCopy, TriModel, copy_weights, device, fetch, frozen_
 
 CLIP_NORM = 1.0       # global norm of a step's gradient
 WARMUP_PERIODS = 5    # until the learning rate is reached, linearly
+RUNS = "runs/%Y-%m-%d_%H-%M-%S"
 BAD_STEPS = 3         # steps in a row without a finite gradient that end the run
 EVAL_KEYS = 2**62     # keys of evaluated problems start here, above all that are trained on
+# Flags that a resumed run may change: the tokens and weights of its periods stay the same.
+HARMLESS = {"schedule", "periods", "recompute", "eval_data", "eval_every", "eval_samples",
+            "eval_limit", "out", "save_every", "keep", "resume"}
 LENDING = True        # a side may use the other's CPU cores while the other has nothing to do
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 TINY = {"learning_rate": 2e-4, "max_new_tokens": 8, "micro_batch_groups": 4}
@@ -116,16 +122,22 @@ class Config:
     dtype: str = _default("float32", "bfloat16: autocast", ("float32", "bfloat16"))
     train_devices: str = _default("", "cpu, cuda:0, npu:0, ..; empty: an accelerator, or cpu")
     rollout_devices: str = _default("", "empty: the same")
-    out: str = _default("", "folder for metrics.jsonl and trace.json; empty: runs/<start time>")
+    # what is kept
+    out: str = _default("", "folder of metrics, rollouts and checkpoints; empty: runs/<start time>")
+    save_every: int = _default(50, "periods from one checkpoint to the next, and one at the end; "
+                                   "0: none")
+    keep: int = _default(2, "checkpoints kept, the latest; -1: all")
+    resume: bool = _default(False, "go on from the latest complete checkpoint in --out")
 
     def checked(self) -> "Config":
         """With model-dependent defaults filled in. Raises ValueError naming the flag at fault."""
         defaults = TINY if self.model == "tiny" else OTHER
+        defaults = {**defaults, "out": time.strftime(RUNS)}
         config = dataclasses.replace(self, **{name: value for name, value in defaults.items()
-                                              if getattr(self, name) is None})
+                                              if getattr(self, name) in (None, "")})
         least = {"seed": 0, "samples": 2, "temperature": 1e-3, "beta": 0, "clip_low": 0,
                  "clip_high": 0, "learning_rate": 0, "periods": 0, "eval_limit": 0,
-                 "reward_seconds": 1e-3}
+                 "reward_seconds": 1e-3, "save_every": 0, "keep": -1}
         for f in dataclasses.fields(config):
             value, choices = getattr(config, f.name), f.metadata["choices"]
             low = least.get(f.name, 1)
@@ -135,6 +147,8 @@ class Config:
                 raise ValueError(f"{flag(f.name)} must be {low} or more, not {value}")
         if not config.periods and not config.eval_data:
             raise ValueError("--periods 0 evaluates and stops: it needs --eval-data")
+        if config.keep == 0 or (config.resume and not self.out):
+            raise ValueError("--keep must be 1 or more, or -1 for all; --resume needs --out")
         return config
 
 
@@ -191,11 +205,12 @@ class Timeline:
 class Worker:
     """One side's thread for torch work, and on an accelerator its stream: what crosses between the
     streams are host values, and weights after those. While the other side has nothing to do, work
-    goes to one `shared` thread on all cores: OpenMP pools with more threads than cores are slow."""
+    goes to one `shared` thread on all cores: OpenMP pools with more threads than cores are slow.
+    `relief` says what to lower where memory is short."""
 
     def __init__(self, side: str, device: torch.device, timeline: Timeline,
-                 shared: ThreadPoolExecutor | None = None):
-        self.side, self.timeline = side, timeline
+                 shared: ThreadPoolExecutor | None = None, relief: str = ""):
+        self.side, self.timeline, self.relief = side, timeline, relief
         self.other: Worker | None = None
         self.needed = False  # this side has work, and wants its cores
         self.stream = contextlib.nullcontext()
@@ -217,6 +232,10 @@ class Worker:
             try:
                 with self.stream:
                     return function(*args)
+            except (RuntimeError, MemoryError) as error:  # the CPU's allocator has no type for it
+                if isinstance(error, torch.OutOfMemoryError) or "alloc" in str(error):
+                    raise MemoryError(f"out of memory in {name}: lower {self.relief}") from error
+                raise
             finally:
                 self.timeline.spans.append((self.side, name, start, self.timeline.now()))
         return await asyncio.get_running_loop().run_in_executor(where, call)
@@ -362,7 +381,7 @@ class Trainer:
         rows = []
         for group in groups:
             advantages = group_advantages(group.rewards, scale=config.loss != "dr_grpo")
-            unscored = advantages.isnan()
+            unscored = torch.tensor(group.rewards).isnan()
             advantages = advantages.masked_fill(unscored, 0.0).tolist()
             keep = [not missing and (r.finished or not config.mask_truncated)
                     for missing, r in zip(unscored, group.responses)]
@@ -486,6 +505,8 @@ async def run_period(generator, trainer, problems: Sequence[Problem], samples: i
 
     async with asyncio.TaskGroup() as producers:
         tasks = [producers.create_task(produce(p)) for p in problems]
+        for task in tasks:  # one that is cancelled queues nothing: nobody may wait for it
+            task.add_done_callback(lambda t: t.cancelled() and queue.put_nowait(t))
         if not overlap:
             await asyncio.gather(*tasks)      # the synchronous schedule is this line
         for _ in problems:
@@ -580,6 +601,8 @@ def read_prompts(config: Config, source: str, least: int, tokenizer) -> list[Pro
 
 def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNamespace:
     """The parts of a run, loaded. Raises ValueError or OSError for what the user can mend."""
+    for half_written in out.glob(".period-*"):
+        shutil.rmtree(half_written)
     train_on = device(config.train_devices)
     rollout_on = device(config.rollout_devices or str(train_on))
     dtype = getattr(torch, config.dtype)
@@ -593,11 +616,13 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
     held_out = [dataclasses.replace(problem, key=EVAL_KEYS + problem.key)
                 for problem in held_out[:config.eval_limit or None]]
     longest = max(len(problem.prompt_ids) for problem in [*rows, *held_out])
+    problems = hashlib.sha256(repr([(r.prompt_ids, r.answer) for r in rows]).encode()).hexdigest()
+    reference = frozen_copy(policy, dtype) if config.beta and config.periods else None
+    state = restore(config, out, problems, policy)
     inference = InferenceCopy(
         frozen_copy(policy, dtype).to(rollout_on), stop_ids(policy, tokenizer), rows=config.rows,
         longest_prompt=longest, max_new_tokens=config.max_new_tokens, **settings)
-    models = TriModel(policy, inference.model, frozen_copy(policy, dtype) if config.beta else None,
-                      **settings)
+    models = TriModel(policy, inference.model, reference, **settings)
     if config.recompute:
         policy.activation_checkpointing_enable()
     print(f"{config.model}: {sum(p.numel() for p in policy.parameters()):,} parameters, ready in "
@@ -605,14 +630,102 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
           f"{'with' if math_verify else 'without'} math-verify. The run:",
           " ".join(f"{flag(name)} {value}" for name, value in vars(config).items()))
     timeline = Timeline(out / "trace.json")
-    generate, train = (Worker(side, where, timeline, shared) for side, where in
-                       (("generate", rollout_on), ("train", train_on)))
+    generate = Worker("generate", rollout_on, timeline, shared, f"--rows {config.rows}")
+    train = Worker("train", train_on, timeline, shared,
+                   f"--micro-batch-tokens {config.micro_batch_tokens} or --micro-batch-groups "
+                   f"{config.micro_batch_groups}")
     generate.other, train.other = train, generate
+    trainer = Trainer(models, train, config)
+    if config.resume:
+        trainer.version, trainer.bad_steps = state["periods"], state["bad_steps"]
+        trainer.optimizer.load_state_dict(state.pop("optimizer"))
+        inference.version = trainer.version
     return SimpleNamespace(
-        config=config, rows=rows, held_out=held_out, timeline=timeline, rollouts=hashlib.sha256(),
+        config=config, rows=rows, held_out=held_out, timeline=timeline, tokenizer=tokenizer,
         score=Scorer(reward_function(config.reward), tokenizer, config.reward_seconds),
-        generator=Generator([inference], generate, config.seed),
-        trainer=Trainer(models, train, config))
+        generator=Generator([inference], generate, config.seed), trainer=trainer,
+        problems_sha256=problems, history=state["history"], eval_first=state["eval_first"],
+        rollouts_sha256=state["rollouts_sha256"], rollouts_bytes=state["rollouts_bytes"])
+
+
+def save(run, out: Path) -> None:
+    """Checkpoint `period-<periods trained>` in `out`: the policy as a Hugging Face folder, and what
+    a run needs to go on. Written under another name, synced, renamed: what has that name is whole.
+    Old ones go after that. Raises OSError, FloatingPointError for weights that are not finite."""
+    trainer, final = run.trainer, out / f"period-{run.trainer.version:06d}"
+    if not all(p.isfinite().all() for p in trainer.parameters):
+        raise FloatingPointError(f"{final} was not saved: not all weights are finite")
+    folder = out / f".{final.name}"
+    try:
+        folder.mkdir()
+        trainer.models.policy.save_pretrained(folder)
+        run.tokenizer.save_pretrained(folder)
+        torch.save(trainer.optimizer.state_dict(), folder / "optimizer.pt")
+        shutil.copy(out / "metrics.jsonl", folder)
+        state = {name: getattr(run, name) for name in (
+            "problems_sha256", "rollouts_sha256", "rollouts_bytes", "eval_first")}
+        state |= {"periods": trainer.version, "bad_steps": trainer.bad_steps,
+                  "prompts_trained": trainer.version * run.config.prompts,
+                  "config": vars(run.config), "files": digests(folder)}
+        (folder / "state.json").write_text(json.dumps(state, indent=1))
+        for path in [*folder.iterdir(), folder]:
+            sync(path)
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one that was not resumed from
+        folder.rename(final)
+        sync(out)
+    except Exception as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise OSError(f"{final} could not be saved: {error}") from error
+    if run.config.keep > 0:
+        for old in sorted(out.glob("period-*"))[:-run.config.keep]:
+            shutil.rmtree(old)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of a checkpoint but state.json, which holds them."""
+    return {path.name: hashlib.file_digest(open(path, "rb"), "sha256").hexdigest()
+            for path in folder.iterdir() if path.name != "state.json"}
+
+
+def sync(path: Path) -> None:
+    """Force a file or a folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def restore(config: Config, out: Path, problems_sha256: str, policy) -> dict:
+    """The state that a run starts with. With --resume that of the whole checkpoint of the highest
+    number, whose weights the policy gets. Raises ValueError for flags that would change the run."""
+    found = sorted(out.glob("period-*"), reverse=True)
+    if not config.resume:
+        if found:
+            raise ValueError(f"{out} holds {found[0].name} of another run: --resume it, or choose "
+                             "another --out")
+        return {"history": [], "eval_first": None, "rollouts_bytes": 0,
+                "rollouts_sha256": hashlib.sha256().hexdigest()}
+    for folder in found:
+        try:
+            state = json.loads((folder / "state.json").read_text())
+            if state["files"] == digests(folder):
+                break
+        except (OSError, ValueError):
+            pass
+        print(f"{folder} is damaged: the checkpoint before it is used")
+    else:
+        raise ValueError(f"--resume: no whole checkpoint in {out}")
+    changed = [f"{flag(name)} {state['config'].get(name)}" for name, value in vars(config).items()
+               if name not in HARMLESS and state["config"].get(name) != value]
+    if state["problems_sha256"] != problems_sha256:
+        changed.append("problems in --data")
+    if changed:
+        raise ValueError(f"--resume: {folder} was made with {', '.join(changed)}")
+    policy.load_state_dict(load(str(folder))[0].state_dict())
+    state["optimizer"] = torch.load(folder / "optimizer.pt", weights_only=True)
+    shutil.copy(folder / "metrics.jsonl", out)
+    state["history"] = [{name: math.nan if value is None else value for name, value in
+                         json.loads(line).items()} for line in open(out / "metrics.jsonl")]
+    return state
 
 
 async def evaluate(run, out: Path) -> float:
@@ -657,10 +770,12 @@ def as_json(record: dict) -> str:
 
 
 def rollout_records(run, period: int, groups: Sequence[Group]) -> Iterator[dict]:
-    """What rollouts.jsonl says of a period's responses. Adds their ids to the run's digest."""
+    """What rollouts.jsonl says of a period's responses. Chains their ids to the run's digest."""
+    digest = hashlib.sha256(run.rollouts_sha256.encode())
     for group in groups:
         for response, reward in zip(group.responses, group.rewards):
-            run.rollouts.update(np.array([-1, *response.ids]).tobytes())
+            digest.update(np.array([-1, *response.ids]).tobytes())
+            run.rollouts_sha256 = digest.hexdigest()
             yield {"period": period, "key": group.problem.key, "problem": group.problem.question,
                    "response": run.score.text(response), "reward": reward,
                    "finished": response.finished}
@@ -668,14 +783,15 @@ def rollout_records(run, period: int, groups: Sequence[Group]) -> Iterator[dict]
 
 async def run_periods(run, out: Path) -> list[dict]:
     """The loop of a run. Returns the metrics of every period, as metrics.jsonl holds them."""
-    config, trainer, timeline, history = run.config, run.trainer, run.timeline, []
-    with (open(out / "metrics.jsonl", "w") as log,
-          open(out / "rollouts.jsonl", "w", encoding="utf-8") as rollouts,
-          tqdm(total=config.periods, unit="period", disable=None) as bar):
+    config, trainer, timeline, history = run.config, run.trainer, run.timeline, run.history
+    with (open(out / "metrics.jsonl", "a" if config.resume else "w") as log,
+          open(out / "rollouts.jsonl", "a" if config.resume else "w", encoding="utf-8") as rollouts,
+          tqdm(initial=len(history), total=config.periods, unit="period", disable=None) as bar):
+        rollouts.truncate(run.rollouts_bytes)
         async with run.generator as generator:
-            if run.held_out:
+            if run.held_out and run.eval_first is None:
                 run.eval_first = await evaluate(run, out)
-            for period in range(config.periods):
+            for period in range(len(history), config.periods):
                 timeline.open()
                 problems = draw_problems(run.rows, config.seed, period * config.prompts,
                                          config.prompts)
@@ -690,10 +806,16 @@ async def run_periods(run, out: Path) -> list[dict]:
                 bar.write("period {period:4d}  reward {reward:.3f}  finished {finished_share:.2f}  "
                           "length {response_tokens_mean:.1f}  kl {kl:.4f}  gap {logp_gap_max:.1e}  "
                           "{seconds:.2f} s".format(**metrics))
-                last = period + 1 == config.periods
-                if run.held_out and (last or (period + 1) % config.eval_every == 0):
+
+                def due(every, last=period + 1 == config.periods):
+                    return every and (last or (period + 1) % every == 0)
+                if run.held_out and due(config.eval_every):
                     metrics["eval_reward"] = await evaluate(run, out)
                 print(as_json(metrics), file=log, flush=True)
+                rollouts.flush()
+                run.rollouts_bytes = rollouts.tell()
+                if due(config.save_every):
+                    await trainer.worker.run("save", save, run, out)
                 bar.update()
     return history
 
@@ -720,15 +842,14 @@ def summary(run, history: list[dict]) -> dict:
     weights = hashlib.sha256()
     for _, parameter in sorted(run.trainer.models.policy.named_parameters()):
         weights.update(parameter.detach().cpu().numpy().tobytes())
-    return result | {"rollouts_sha256": run.rollouts.hexdigest(),
-                     "weights_sha256": weights.hexdigest()}
+    return result | {"rollouts_sha256": run.rollouts_sha256, "weights_sha256": weights.hexdigest()}
 
 
 def train(config: Config) -> dict:
     """A whole run; returns what is printed last. Raises UserError for what the user can mend."""
     try:
         config = config.checked()
-        out = Path(config.out or time.strftime("runs/%Y-%m-%d_%H-%M-%S"))
+        out = Path(config.out)
         out.mkdir(parents=True, exist_ok=True)
         shared = thread("all cores")
         run = shared.submit(set_up, config, out, shared).result()
@@ -738,8 +859,8 @@ def train(config: Config) -> dict:
         history = asyncio.run(run_periods(run, out))
     except BaseExceptionGroup as group:
         raise original(group) from None
-    result = summary(run, history)
-    if history:
+    result = shared.submit(summary, run, history).result()
+    if run.timeline.end:
         print(f"\nThe last period, {history[-1]['seconds']:.2f} s:\n{run.timeline.blocks()}\n")
     return result
 
@@ -750,7 +871,7 @@ def original(error: BaseException) -> BaseException:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line. Exit codes: 0, 1 a failed run, 2 a user's mistake, 130 Ctrl-C."""
+    """The command line. Exit codes: 0, 1 a failed run, 2 a user's mistake, 130 Ctrl-C, 143 TERM."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.error = lambda message: end(f"error: {message}", 2)
     for f in dataclasses.fields(Config):
@@ -759,21 +880,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
                else {"type": kind, "choices": f.metadata["choices"]})
         parser.add_argument(flag(f.name), default=f.default, help=f.metadata["help"], **how)
     config = Config(**vars(parser.parse_args(arguments)))
+    if not config.out and not config.resume:
+        config = dataclasses.replace(config, out=time.strftime(RUNS))
+
+    def stopped(number, _):
+        signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+        end(f"interrupted; {going_on(config.out)}", 128 + number)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stopped)
     try:
         print(json.dumps(train(config)), flush=True)
     except UserError as error:
         end(f"error: {error}", 2)
-    except KeyboardInterrupt:
-        end("interrupted; the metrics of all complete periods are in --out", 130)
+    except (OSError, MemoryError) as error:
+        end(f"error: {error}; {going_on(config.out)}", 1)
     except BaseException as error:
         traceback.print_exception(error)
-        end("the run failed; the metrics of all complete periods are in --out", 1)
+        end(f"the run failed; {going_on(config.out)}", 1)
+
+
+def going_on(out: str) -> str:
+    """What an ended run leaves, in words."""
+    saved = sorted(Path(out).glob("period-*/state.json"))
+    return (f"{saved[-1].parent} is saved: the same command with --resume --out {out} goes on from "
+            "there" if saved else f"no checkpoint is saved in {out} yet")
 
 
 def end(message: str, code: int) -> None:
-    """Leave at once: a normal exit would wait for a thread inside a torch call."""
-    sys.stdout.flush()
-    print(message, file=sys.stderr, flush=True)
+    """Leave at once: a normal exit would wait for a thread inside a torch call. Nothing is lost:
+    metrics are flushed a period, and a checkpoint has its name once it is whole."""
+    with contextlib.suppress(RuntimeError):  # a signal came while something was being printed
+        sys.stdout.flush()
+    os.write(2, f"{message}\n".encode())
     os._exit(code)
 
 
