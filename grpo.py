@@ -16,6 +16,7 @@ in a micro-batch, T packed tokens, A response tokens, V vocabulary.
 """
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -354,15 +355,20 @@ def grpo_loss(logprobs: Tensor, old: Tensor, reference: Tensor | None,
     return loss, sums
 
 
+def mean_scored(rewards: Sequence[float]) -> float:
+    """The mean of the rewards that are not missing; NaN where all are."""
+    scored = [reward for reward in rewards if not math.isnan(reward)]
+    return sum(scored) / len(scored) if scored else math.nan
+
+
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """What the groups of a period say about the policy that sampled them."""
     responses = [r for g in groups for r in g.responses]
     lengths = [len(r.ids) for r in responses]
-    scored = [[x for x in g.rewards if x == x] for g in groups]  # NaN is not equal to itself
-    rewards = [x for group in scored for x in group]
-    return {"reward": sum(rewards) / len(rewards) if rewards else float("nan"),
-            "unscored": len(responses) - len(rewards),
-            "equal_reward_share": sum(len({*group}) < 2 for group in scored) / len(groups),
+    rewards = [x for g in groups for x in g.rewards]
+    return {"reward": mean_scored(rewards), "unscored": sum(map(math.isnan, rewards)),
+            "equal_reward_share": sum(not group_advantages(g.rewards).nan_to_num().any()
+                                      for g in groups) / len(groups),
             "finished_share": sum(r.finished for r in responses) / len(responses),
             "tokens": sum(lengths), "response_tokens_mean": sum(lengths) / len(lengths),
             "response_tokens_min": min(lengths), "response_tokens_max": max(lengths)}

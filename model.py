@@ -79,6 +79,8 @@ def fetch(path: str) -> str:
         return path
     owner, name, file = [*path.removeprefix("hub:").split("/", 2), "", ""][:3]
     try:
+        if not file:
+            raise ValueError("it must be hub:OWNER/NAME/FILE")
         return hf_hub_download(f"{owner}/{name}", file, repo_type="dataset")
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot fetch {path}, a file of the data set {owner}/{name}: without a "

@@ -48,7 +48,7 @@ from tqdm import tqdm
 from attention import Packed, attach, pack
 from grpo import (CLOSING, LOSSES, Group, Problem, Response, arithmetic, draw_problems,
                   encode_prompt, group_advantages, group_metrics, grpo_loss, math_reward,
-                  math_verify, read_problems, token_weights)
+                  math_verify, mean_scored, read_problems, token_weights)
 from model import (InferenceCopy, TriModel, copy_weights, device, fetch, frozen_copy, load,
                    stop_ids)
 
@@ -554,9 +554,14 @@ def in_thread(function: Callable, *args) -> asyncio.Future:
     future = Future()
 
     def call():
-        future.set_running_or_notify_cancel()
+        if not future.set_running_or_notify_cancel():
+            return  # nobody waits for it any more
         try:
             future.set_result(function(*args))
+        except StopIteration as error:  # no future can hold one
+            failure = RuntimeError("the reward raised StopIteration")
+            failure.__cause__ = error
+            future.set_exception(failure)
         except BaseException as error:
             future.set_exception(error)
     threading.Thread(target=call, daemon=True).start()
@@ -569,9 +574,13 @@ def reward_function(name: str) -> Callable:
     if name == "math":
         return lambda response, problem: math_reward(response, problem.answer)
     path, _, function = name.rpartition(":")
+    sys.path.insert(0, str(Path(path).parent))  # it may import what lies beside it
     try:
-        return runpy.run_path(path)[function]
-    except Exception as error:  # whatever the file raises
+        found = runpy.run_path(path)[function]
+        if not callable(found):
+            raise TypeError(f"{function} is no function")
+        return found
+    except (Exception, SystemExit) as error:  # whatever the file raises
         raise ValueError(f"--reward {name} is neither math nor FILE.py:FUNCTION that loads: "
                          f"{type(error).__name__}: {error}") from None
 
@@ -581,10 +590,13 @@ def read_prompts(config: Config, source: str, least: int, tokenizer) -> list[Pro
     prompts are short enough. Raises ValueError where they are fewer than `least`."""
     path = getattr(config, source)
     template = config.prompt_template or ("{question}\n\n" + CLOSING if path else "{question}")
-    if "{question}" not in template:
-        template = Path(template).read_text(encoding="utf-8")
-    if "{question}" not in template:
-        raise ValueError(f"--prompt-template: no {{question}} in {config.prompt_template}")
+    try:
+        if "{question}" not in template:
+            template = Path(template).read_text(encoding="utf-8")
+        template.index("{question}")
+    except (OSError, ValueError) as error:
+        raise ValueError("--prompt-template is neither text with {question} in it nor a file that "
+                         f"holds such text: {error}") from None
     read = (read_problems(fetch(path)) if path
             else [arithmetic(config.seed, i) for i in range(1000)])
     rows = [Problem(encode_prompt(tokenizer, template.replace("{question}", question)), gold,
@@ -608,6 +620,7 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
     dtype = getattr(torch, config.dtype)
     settings = {"temperature": config.temperature, "dtype": dtype}
     begun = time.perf_counter()
+    reward = reward_function(config.reward)  # first: a mistake there shows at once
     policy, tokenizer = load(config.model, train_on, seed=config.seed)
     if config.attention == "dense":
         attach(policy, "dense")
@@ -642,7 +655,7 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
         inference.version = trainer.version
     return SimpleNamespace(
         config=config, rows=rows, held_out=held_out, timeline=timeline, tokenizer=tokenizer,
-        score=Scorer(reward_function(config.reward), tokenizer, config.reward_seconds),
+        score=Scorer(reward, tokenizer, config.reward_seconds),
         generator=Generator([inference], generate, config.seed), trainer=trainer,
         problems_sha256=problems, history=state["history"], eval_first=state["eval_first"],
         rollouts_sha256=state["rollouts_sha256"], rollouts_bytes=state["rollouts_bytes"])
@@ -752,12 +765,11 @@ async def evaluate(run, out: Path) -> float:
             for text, reward in zip(texts, task.result()[1]):
                 shown.setdefault("right" if reward > 0.5 else "wrong", (problem, text))
             rewards += task.result()[1]
-    mean = float(np.nanmean(rewards))
-    tqdm.write(f"after {generator.version} periods: {mean:.3f} on {len(run.held_out)} held-out "
-               f"problems, {samples} answer(s) each")
+    tqdm.write(f"after {generator.version} periods: {mean_scored(rewards):.3f} on "
+               f"{len(run.held_out)} held-out problems, {samples} answer(s) each")
     for verdict, (problem, text) in sorted(shown.items()):
         tqdm.write(f"--- {verdict}, to {problem.question!r}, gold {problem.answer}:\n{text}\n---")
-    return mean
+    return mean_scored(rewards)
 
 
 def as_json(record: dict) -> str:
@@ -831,8 +843,8 @@ def summary(run, history: list[dict]) -> dict:
         result |= {
             "seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds,
             "tokens_per_second_per_device": tokens / seconds / len(devices),
-            "reward_first": float(np.nanmean([h["reward"] for h in history[:5]])),
-            "reward_last": float(np.nanmean([h["reward"] for h in history[-5:]])),
+            "reward_first": mean_scored([h["reward"] for h in history[:5]]),
+            "reward_last": mean_scored([h["reward"] for h in history[-5:]]),
             "generate_busy": generate, "train_busy": train,
             "overlap_bound": (generate + train) / max(generate, train),
             "logp_gap_max": max(h["logp_gap_max"] for h in history)}
@@ -889,7 +901,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stopped)
     try:
-        print(json.dumps(train(config)), flush=True)
+        print(as_json(train(config)), flush=True)
     except UserError as error:
         end(f"error: {error}", 2)
     except (OSError, MemoryError) as error:
