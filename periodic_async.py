@@ -83,10 +83,8 @@ class Config:
     """A run. Every field is a flag; None stands for a default that depends on the model."""
     # what is trained, on what
     model: str = _default("tiny", "tiny (built in), a folder, or a hub id")
-    data: str = _default("", "JSONL or JSON array of problems: a file, or hub:OWNER/NAME/FILE of a "
-                             "data set; empty: sums of two digits")
-    prompt_template: str = _default("", "text with {question} in it, or a file that holds it; "
-                                        "empty: the question, and how to mark the answer")
+    data: str = _default("", "problems: a file, or hub:OWNER/NAME/FILE; empty: sums of two digits")
+    prompt_template: str = _default("", "text with {question} in it, or a file that holds it")
     reward: str = _default("math", "math, or FILE.py:FUNCTION, called as (response, problem)")
     reward_seconds: float = _default(10.0, "a call of the reward at most; over it counts 0")
     seed: int = _default(0, "decides problems, samples and the tiny model")
@@ -124,8 +122,7 @@ class Config:
     rollout_devices: str = _default("", "empty: the same")
     # what is kept
     out: str = _default("", "folder of metrics, rollouts and checkpoints; empty: runs/<start time>")
-    save_every: int = _default(50, "periods from one checkpoint to the next, and one at the end; "
-                                   "0: none")
+    save_every: int = _default(50, "periods between checkpoints; one at the end; 0: none")
     keep: int = _default(2, "checkpoints kept, the latest; -1: all")
     resume: bool = _default(False, "go on from the latest complete checkpoint in --out")
 
@@ -576,10 +573,7 @@ def reward_function(name: str) -> Callable:
     path, _, function = name.rpartition(":")
     sys.path.insert(0, str(Path(path).parent))  # it may import what lies beside it
     try:
-        found = runpy.run_path(path)[function]
-        if not callable(found):
-            raise TypeError(f"{function} is no function")
-        return found
+        return runpy.run_path(path)[function]
     except (Exception, SystemExit) as error:  # whatever the file raises
         raise ValueError(f"--reward {name} is neither math nor FILE.py:FUNCTION that loads: "
                          f"{type(error).__name__}: {error}") from None
@@ -650,15 +644,14 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
     generate.other, train.other = train, generate
     trainer = Trainer(models, train, config)
     if config.resume:
-        trainer.version, trainer.bad_steps = state["periods"], state["bad_steps"]
         trainer.optimizer.load_state_dict(state.pop("optimizer"))
-        inference.version = trainer.version
+        trainer.bad_steps = state["bad_steps"]
+        trainer.version = inference.version = state["periods"]
     return SimpleNamespace(
         config=config, rows=rows, held_out=held_out, timeline=timeline, tokenizer=tokenizer,
-        score=Scorer(reward, tokenizer, config.reward_seconds),
-        generator=Generator([inference], generate, config.seed), trainer=trainer,
-        problems_sha256=problems, history=state["history"], eval_first=state["eval_first"],
-        rollouts_sha256=state["rollouts_sha256"], rollouts_bytes=state["rollouts_bytes"])
+        score=Scorer(reward, tokenizer, config.reward_seconds), trainer=trainer,
+        generator=Generator([inference], generate, config.seed), history=state.pop("history"),
+        state=state)
 
 
 def save(run, out: Path) -> None:
@@ -675,11 +668,10 @@ def save(run, out: Path) -> None:
         run.tokenizer.save_pretrained(folder)
         torch.save(trainer.optimizer.state_dict(), folder / "optimizer.pt")
         shutil.copy(out / "metrics.jsonl", folder)
-        state = {name: getattr(run, name) for name in (
-            "problems_sha256", "rollouts_sha256", "rollouts_bytes", "eval_first")}
-        state |= {"periods": trainer.version, "bad_steps": trainer.bad_steps,
-                  "prompts_trained": trainer.version * run.config.prompts,
-                  "config": vars(run.config), "files": digests(folder)}
+        state = run.state | {
+            "periods": trainer.version, "bad_steps": trainer.bad_steps,
+            "prompts_trained": trainer.version * run.config.prompts,
+            "config": vars(run.config), "files": digests(folder)}
         (folder / "state.json").write_text(json.dumps(state, indent=1))
         for path in [*folder.iterdir(), folder]:
             sync(path)
@@ -696,8 +688,12 @@ def save(run, out: Path) -> None:
 
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file of a checkpoint but state.json, which holds them."""
-    return {path.name: hashlib.file_digest(open(path, "rb"), "sha256").hexdigest()
-            for path in folder.iterdir() if path.name != "state.json"}
+    found = {}
+    for path in folder.iterdir():
+        if path.name != "state.json":
+            with open(path, "rb") as file:
+                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def sync(path: Path) -> None:
@@ -715,8 +711,8 @@ def restore(config: Config, out: Path, problems_sha256: str, policy) -> dict:
         if found:
             raise ValueError(f"{out} holds {found[0].name} of another run: --resume it, or choose "
                              "another --out")
-        return {"history": [], "eval_first": None, "rollouts_bytes": 0,
-                "rollouts_sha256": hashlib.sha256().hexdigest()}
+        return {"history": [], "problems_sha256": problems_sha256, "eval_first": None,
+                "rollouts_sha256": "", "rollouts_bytes": 0}
     for folder in found:
         try:
             state = json.loads((folder / "state.json").read_text())
@@ -749,7 +745,7 @@ async def evaluate(run, out: Path) -> float:
 
     async def answered(problem):
         responses = await generator.generate(problem, samples)
-        return responses, await run.score(problem, responses)
+        return [run.score.text(r) for r in responses], await run.score(problem, responses)
 
     for inference in generator.copies:
         inference.temperature = run.config.temperature if samples > 1 else 0
@@ -759,12 +755,12 @@ async def evaluate(run, out: Path) -> float:
         inference.temperature = run.config.temperature
     with open(out / f"eval-{generator.version:06d}.jsonl", "w", encoding="utf-8") as file:
         for problem, task in zip(run.held_out, tasks):
-            texts = [run.score.text(response) for response in task.result()[0]]
+            texts, scores = task.result()
             print(as_json({"question": problem.question, "answer": problem.answer,
-                           "responses": texts, "rewards": task.result()[1]}), file=file)
-            for text, reward in zip(texts, task.result()[1]):
+                           "responses": texts, "rewards": scores}), file=file)
+            for text, reward in zip(texts, scores):
                 shown.setdefault("right" if reward > 0.5 else "wrong", (problem, text))
-            rewards += task.result()[1]
+            rewards += scores
     tqdm.write(f"after {generator.version} periods: {mean_scored(rewards):.3f} on "
                f"{len(run.held_out)} held-out problems, {samples} answer(s) each")
     for verdict, (problem, text) in sorted(shown.items()):
@@ -783,14 +779,14 @@ def as_json(record: dict) -> str:
 
 def rollout_records(run, period: int, groups: Sequence[Group]) -> Iterator[dict]:
     """What rollouts.jsonl says of a period's responses. Chains their ids to the run's digest."""
-    digest = hashlib.sha256(run.rollouts_sha256.encode())
+    digest = hashlib.sha256(run.state["rollouts_sha256"].encode())
     for group in groups:
         for response, reward in zip(group.responses, group.rewards):
             digest.update(np.array([-1, *response.ids]).tobytes())
-            run.rollouts_sha256 = digest.hexdigest()
             yield {"period": period, "key": group.problem.key, "problem": group.problem.question,
                    "response": run.score.text(response), "reward": reward,
                    "finished": response.finished}
+    run.state["rollouts_sha256"] = digest.hexdigest()
 
 
 async def run_periods(run, out: Path) -> list[dict]:
@@ -799,10 +795,10 @@ async def run_periods(run, out: Path) -> list[dict]:
     with (open(out / "metrics.jsonl", "a" if config.resume else "w") as log,
           open(out / "rollouts.jsonl", "a" if config.resume else "w", encoding="utf-8") as rollouts,
           tqdm(initial=len(history), total=config.periods, unit="period", disable=None) as bar):
-        rollouts.truncate(run.rollouts_bytes)
+        rollouts.truncate(run.state["rollouts_bytes"])
         async with run.generator as generator:
-            if run.held_out and run.eval_first is None:
-                run.eval_first = await evaluate(run, out)
+            if run.held_out and run.state["eval_first"] is None:
+                run.state["eval_first"] = await evaluate(run, out)
             for period in range(len(history), config.periods):
                 timeline.open()
                 problems = draw_problems(run.rows, config.seed, period * config.prompts,
@@ -825,7 +821,7 @@ async def run_periods(run, out: Path) -> list[dict]:
                     metrics["eval_reward"] = await evaluate(run, out)
                 print(as_json(metrics), file=log, flush=True)
                 rollouts.flush()
-                run.rollouts_bytes = rollouts.tell()
+                run.state["rollouts_bytes"] = rollouts.tell()
                 if due(config.save_every):
                     await trainer.worker.run("save", save, run, out)
                 bar.update()
@@ -849,12 +845,14 @@ def summary(run, history: list[dict]) -> dict:
             "overlap_bound": (generate + train) / max(generate, train),
             "logp_gap_max": max(h["logp_gap_max"] for h in history)}
     if run.held_out:
-        evals = [run.eval_first, *(h["eval_reward"] for h in history if "eval_reward" in h)]
-        result |= {"eval_first": evals[0], "eval_last": evals[-1]}
+        later = [h["eval_reward"] for h in history if "eval_reward" in h]
+        first = run.state["eval_first"]
+        result |= {"eval_first": first, "eval_last": later[-1] if later else first}
     weights = hashlib.sha256()
     for _, parameter in sorted(run.trainer.models.policy.named_parameters()):
         weights.update(parameter.detach().cpu().numpy().tobytes())
-    return result | {"rollouts_sha256": run.rollouts_sha256, "weights_sha256": weights.hexdigest()}
+    return result | {"rollouts_sha256": run.state["rollouts_sha256"],
+                     "weights_sha256": weights.hexdigest()}
 
 
 def train(config: Config) -> dict:

@@ -9,7 +9,7 @@ import pytest
 from periodic_async import Config, flag
 
 ROOT = Path(__file__).parent.parent
-LINES = {"grpo.py": 350, "attention.py": 300, "model.py": 470, "periodic_async.py": 700}
+LINES = {"grpo.py": 380, "attention.py": 300, "model.py": 470, "periodic_async.py": 950}
 OURS = {"grpo": set(), "attention": set(), "model": {"attention"},
         "periodic_async": {"attention", "grpo", "model"}}
 
@@ -19,9 +19,9 @@ def source(name):
 
 
 def test_size():
-    """1,600 lines in four files, no function above 60 lines, no line above 100 columns."""
+    """2,000 lines in four files, no function above 60 lines, no line above 100 columns."""
     assert sorted(p.name for p in ROOT.glob("*.py")) == sorted(LINES)
-    assert sum(len(source(name).splitlines()) for name in LINES) <= 1600
+    assert sum(len(source(name).splitlines()) for name in LINES) <= 2000
     for name, most in LINES.items():
         assert len(source(name).splitlines()) <= most
         for node in ast.walk(ast.parse(source(name))):
@@ -54,7 +54,7 @@ def test_readme_names_every_flag_and_metric():
         assert f"`{flag(field.name)}`" in readme, flag(field.name)
     produced = set(re.findall(r'"([a-z_]+)":', source("grpo.py").split("def group_metrics")[1]))
     for start, stop in (("metrics = {", "self._start_period()"),
-                        ('return {"seconds"', "def blocks"), ('return {"schedule"', "def train(")):
+                        ('return {"seconds"', "def blocks"), ('result = {"schedule"', "def train(")):
         part = source("periodic_async.py").split(start)[1].split(stop)[0]
         produced |= set(re.findall(r'"([a-z0-9_]+)":', start + part))
     assert len(produced) > 25

@@ -1,11 +1,14 @@
 """Rewards of a user, missing rewards, data sets, and evaluation."""
 import asyncio
 import dataclasses
+import itertools
 import json
 import math
+import os
 import statistics
 import threading
 import time
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,10 +41,12 @@ from grpo import (
     draw_problems,
     encode_prompt,
     group_advantages,
+    math_reward,
     read_problems,
 )
 from model import fetch
 from periodic_async import (
+    Config,
     Generator,
     Scorer,
     UserError,
@@ -50,6 +55,7 @@ from periodic_async import (
     reward_function,
     run_period,
     run_periods,
+    set_up,
     train,
 )
 
@@ -715,3 +721,52 @@ def test_the_last_line_is_json_without_any_reward(random_folder, tmp_path, capsy
     (tmp_path / "last.jsonl").write_text(capsys.readouterr().out.splitlines()[-1])
     (last,) = lines(tmp_path / "last.jsonl")
     assert last["eval_first"] is last["reward_first"] is None
+
+
+# ------------------------------------------------------------- real data, and a real model on it
+
+SMOLLM2, GSM8K = os.environ.get("SMOLLM2"), os.environ.get("GSM8K")
+
+
+@pytest.mark.skipif(not GSM8K, reason="GSM8K names a folder with its train.jsonl and test.jsonl")
+def test_real_model_data():
+    """Every gold answer of GSM8K scores 1 against itself, after #### and in a box, and 0 against
+    its neighbour's, where that is another number."""
+    golds = [gold for name in ("train", "test")
+             for _, gold in read_problems(Path(GSM8K) / f"{name}.jsonl")]
+    assert len(golds) == 8792
+    for gold, neighbour in zip(golds, golds[1:] + golds[:1]):
+        same = Fraction(gold.replace(",", "")) == Fraction(neighbour.replace(",", ""))
+        for form in ("so it is\n#### {}", r"so \boxed{{{}}}."):
+            assert math_reward(form.format(gold), gold) == 1.0
+            assert math_reward(form.format(neighbour), gold) == float(same)
+
+
+@pytest.mark.skipif(not (SMOLLM2 and GSM8K), reason="SMOLLM2 and GSM8K name the folders")
+def test_real_model_answers_as_generate_does(tmp_path):
+    """Greedy evaluation through the generator: the tokens of `generate`, or others first where its
+    two best logits are within 1e-4. EVAL_LIMIT and EVAL_TOKENS make it longer."""
+    limit, tokens = (int(os.environ.get(name, default))
+                     for name, default in (("EVAL_LIMIT", 6), ("EVAL_TOKENS", 24)))
+    settings = Config(model=SMOLLM2, periods=0, eval_data=f"{GSM8K}/test.jsonl", eval_limit=limit,
+                      max_new_tokens=tokens, rows=32, out=str(tmp_path)).checked()
+    run = set_up(settings, tmp_path, periodic_async.thread("shared"))
+    answers = {}
+    generate = run.generator.generate
+
+    async def noted(problem, samples):
+        answers[problem] = await generate(problem, samples)
+        return answers[problem]
+    run.generator.generate = noted
+    asyncio.run(run_periods(run, tmp_path))
+    assert len(answers) == limit
+    stock = AutoModelForCausalLM.from_pretrained(SMOLLM2)
+    for problem, (response,) in answers.items():
+        out = stock.generate(torch.tensor([problem.prompt_ids]), max_new_tokens=tokens,
+                             do_sample=False, output_logits=True, return_dict_in_generate=True)
+        right = out.sequences[0, len(problem.prompt_ids):].tolist()
+        for ours, theirs, logits in itertools.zip_longest(response.ids, right, out.logits):
+            if ours != theirs:
+                best = logits[0].topk(2).values
+                assert best[0] - best[1] < 1e-4
+                break
