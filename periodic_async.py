@@ -230,7 +230,8 @@ class Worker:
                 with self.stream:
                     return function(*args)
             except (RuntimeError, MemoryError) as error:  # the CPU's allocator has no type for it
-                if isinstance(error, torch.OutOfMemoryError) or "alloc" in str(error):
+                if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+                        "can't allocate memory" in str(error)):
                     raise MemoryError(f"out of memory in {name}: lower {self.relief}") from error
                 raise
             finally:
@@ -673,7 +674,7 @@ def save(run, out: Path) -> None:
             "prompts_trained": trainer.version * run.config.prompts,
             "config": vars(run.config), "files": digests(folder)}
         (folder / "state.json").write_text(json.dumps(state, indent=1))
-        for path in [*folder.iterdir(), folder]:
+        for path in [*folder.iterdir(), folder, out / "rollouts.jsonl"]:
             sync(path)
         shutil.rmtree(final, ignore_errors=True)  # a damaged one that was not resumed from
         folder.rename(final)
@@ -681,9 +682,14 @@ def save(run, out: Path) -> None:
     except Exception as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise OSError(f"{final} could not be saved: {error}") from error
-    if run.config.keep > 0:
-        for old in sorted(out.glob("period-*"))[:-run.config.keep]:
-            shutil.rmtree(old)
+    older = [folder for folder in checkpoints(out) if folder.name < final.name]
+    for old in older[:max(0, len(older) + 1 - run.config.keep)] if run.config.keep > 0 else ():
+        shutil.rmtree(old)
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """The folders in `out` that look like checkpoints, the latest last."""
+    return sorted(state.parent for state in out.glob("period-[0-9]*/state.json"))
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -706,20 +712,19 @@ def sync(path: Path) -> None:
 def restore(config: Config, out: Path, problems_sha256: str, policy) -> dict:
     """The state that a run starts with. With --resume that of the whole checkpoint of the highest
     number, whose weights the policy gets. Raises ValueError for flags that would change the run."""
-    found = sorted(out.glob("period-*"), reverse=True)
     if not config.resume:
-        if found:
-            raise ValueError(f"{out} holds {found[0].name} of another run: --resume it, or choose "
+        if found := checkpoints(out):
+            raise ValueError(f"{out} holds {found[-1].name} of another run: --resume it, or choose "
                              "another --out")
         return {"history": [], "problems_sha256": problems_sha256, "eval_first": None,
                 "rollouts_sha256": "", "rollouts_bytes": 0}
-    for folder in found:
+    for folder in sorted(out.glob("period-*"), reverse=True):
         try:
             state = json.loads((folder / "state.json").read_text())
             if state["files"] == digests(folder):
                 break
-        except (OSError, ValueError):
-            pass
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # said in the next line
         print(f"{folder} is damaged: the checkpoint before it is used")
     else:
         raise ValueError(f"--resume: no whole checkpoint in {out}")
@@ -911,15 +916,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def going_on(out: str) -> str:
     """What an ended run leaves, in words."""
-    saved = sorted(Path(out).glob("period-*/state.json"))
-    return (f"{saved[-1].parent} is saved: the same command with --resume --out {out} goes on from "
+    saved = checkpoints(Path(out))
+    return (f"{saved[-1]} is saved: the same command with --resume --out {out} goes on from "
             "there" if saved else f"no checkpoint is saved in {out} yet")
 
 
 def end(message: str, code: int) -> None:
     """Leave at once: a normal exit would wait for a thread inside a torch call. Nothing is lost:
     metrics are flushed a period, and a checkpoint has its name once it is whole."""
-    with contextlib.suppress(RuntimeError):  # a signal came while something was being printed
+    with contextlib.suppress(Exception):  # closed, full, or a signal came while it was printing
         sys.stdout.flush()
     os.write(2, f"{message}\n".encode())
     os._exit(code)

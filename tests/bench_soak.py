@@ -44,7 +44,7 @@ async def noted(run, out):
     try:
         return await periods(run, out)
     finally:
-        ours = ("generate", "train", "all cores")
+        ours = ("generate", "train", "all cores", "tqdm")  # and one of the progress bar
         threads = [thread.name for thread in {*threading.enumerate()} - before
                    if not thread.name.startswith(ours)]
         tasks = len(asyncio.all_tasks()) - idle

@@ -53,7 +53,8 @@ def test_readme_names_every_flag_and_metric():
     for field in dataclasses.fields(Config):
         assert f"`{flag(field.name)}`" in readme, flag(field.name)
     produced = set(re.findall(r'"([a-z_]+)":', source("grpo.py").split("def group_metrics")[1]))
-    for start, stop in (("metrics = {", "self._start_period()"), ('return {"seconds"', "def blocks"),
+    for start, stop in (("metrics = {", "self._start_period()"),
+                        ('return {"seconds"', "def blocks"),
                         ('result = {"schedule"', "def train(")):
         part = source("periodic_async.py").split(start)[1].split(stop)[0]
         produced |= set(re.findall(r'"([a-z0-9_]+)":', start + part))
