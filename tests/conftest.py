@@ -1,5 +1,13 @@
-"""What several test files share: small random models, and the plain way to score a response."""
+"""What several test files share: small random models, the plain way to score a response, and
+processes that start at once."""
+import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +22,7 @@ from transformers.utils import logging
 
 import model
 from attention import attach
+from periodic_async import flag
 
 torch.set_num_threads(1)  # tiny products: a second thread only waits
 logging.set_verbosity_error()
@@ -116,3 +125,91 @@ def warm_folder(tmp_path_factory):
 def random_policy():
     """A small random model, attached, in train mode."""
     return attach(small_model().train())
+
+
+# Imports torch once, before any thread; every run is a fork of it, a process with an exit code.
+SERVER = """
+import asyncio, errno, json, os, resource, signal, sys, time
+from pathlib import Path
+import torch
+import model, periodic_async as pa
+from transformers.utils import logging
+logging.disable_progress_bar()
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
+for line in sys.stdin:
+    plant, flags, folder = json.loads(line)
+    folder, child = Path(folder), os.fork()
+    if not child:
+        for number, name in ((0, os.devnull), (1, folder / "out"), (2, folder / "err")):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT, 0o600), number)
+        exec(plant)
+        pa.main(flags)
+        os._exit(0)
+    (folder / "pid").write_text(str(child))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    (folder / "code.new").write_text(str(code))
+    (folder / "code.new").rename(folder / "code")
+"""
+
+
+def until(true, seconds, what):
+    """Polls: the first value of `true()` that is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := true():
+            return value
+        time.sleep(0.01)
+    pytest.fail(f"{what}: not within {seconds} s")
+
+
+class Child:
+    """A run of the command line with code planted before it."""
+
+    def __init__(self, server, folder, plant, flags):
+        folder.mkdir()
+        self.folder, self.server = folder, server
+        server.stdin.write(json.dumps([plant, flags, str(folder)]) + "\n")
+        server.stdin.flush()
+
+    def text(self, name):
+        path = self.folder / name
+        return path.read_text() if path.exists() else ""
+
+    def signal(self, number):
+        os.kill(int(self.text("pid")), number)
+
+    def prints(self, word, seconds=30):
+        until(lambda: word in self.text("out") or self.text("code"), seconds, word)
+        assert word in self.text("out"), self.text("err")
+
+    def ended(self, seconds=30):
+        """Exit code and lines of stderr."""
+        try:
+            code = int(until(lambda: self.text("code"), seconds, "the end of the run"))
+        except BaseException:
+            self.signal(signal.SIGKILL)
+            raise
+        return code, self.text("err").splitlines()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    with open(tmp_path_factory.mktemp("server") / "err", "w") as err:
+        process = subprocess.Popen([sys.executable, "-c", SERVER], text=True, stderr=err,
+                                   stdin=subprocess.PIPE, cwd=Path(__file__).parent.parent)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def child(server, tmp_path):
+    """child(plant, settings) starts a run."""
+    count = iter(range(100))
+
+    def start(plant, settings):
+        given = {name: value for name, value in vars(settings).items() if value not in (None, "")}
+        flags = [flag(name) if value is True else f"--no-{flag(name)[2:]}" if value is False
+                 else f"{flag(name)}={value}" for name, value in given.items()]
+        return Child(server, tmp_path / f"child-{next(count)}", plant, flags)
+    return start

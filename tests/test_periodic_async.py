@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -579,9 +578,6 @@ def test_whatever_raises_ends_the_period(where, overlap):
 # --------------------------------------------------------------------------------- whole processes
 
 PLANT = """
-import sys, time
-import torch
-import periodic_async as pa, model, grpo
 calls = 0
 def raise_on_third(*_):
     global calls
@@ -591,7 +587,6 @@ def raise_on_third(*_):
         raise RuntimeError("planted fault")
     return 1.0
 def long_call(*_):
-    print("BUSY", time.time(), flush=True)
     a = torch.randn(1400, 1400)
     for _ in range(3):
         torch.linalg.svd(a)      # a few seconds inside one torch call
@@ -600,8 +595,6 @@ def generator_raises(self):
 real_train = pa.Trainer._train
 def train_raises(self, groups):
     raise_on_third(); raise_on_third(); raise_on_third()
-{plant}
-pa.main(sys.argv[1:])
 """
 PLANTS = {
     "reward": "pa.math_reward = raise_on_third",
@@ -618,47 +611,23 @@ PLANTS = {
 }
 
 
-def start(plant, *flags):
-    """A run with a planted fault; Ctrl-C reaches it even where the tests run in the background."""
-    code = PLANT.replace("{plant}", plant)
-    return subprocess.Popen([sys.executable, "-c", code, *flags], cwd=ROOT, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-
-
 def flags(folder, out, *more):
     return ["--model", str(folder), "--out", str(out), "--prompts", "4", "--samples", "4", "--rows",
             "8", "--max-new-tokens", "6", "--micro-batch-groups", "1", *more]
 
 
 @pytest.mark.parametrize("where", PLANTS)
-def test_an_error_ends_the_process(random_folder, tmp_path, where):
+def test_an_error_ends_the_process(random_folder, tmp_path, child, where):
     """A06: the original error is printed and the process is gone within three seconds, also while
     the other side is inside a long torch call; exit code 1."""
-    process = start(PLANTS[where], *flags(random_folder, tmp_path, "--periods", "2"))
-    out, err = process.communicate(timeout=60)
-    ended = time.time()
-    assert process.returncode == 1
+    run = child(PLANT + PLANTS[where], config(random_folder, tmp_path / "out", periods=2,
+                                              micro_batch_groups=1))
+    code, _ = run.ended(60)
+    ended, err = time.time(), run.text("err")
+    assert code == 1
     assert "RuntimeError: planted fault" in err and "ExceptionGroup" not in err
     assert "never retrieved" not in err and "was destroyed" not in err
-    raised = float(next(line for line in out.splitlines() if "RAISED" in line).split("RAISED")[1])
-    assert ended - raised < 3
-
-
-@pytest.mark.parametrize("plant", ["pa.Trainer._train = long_call",
-                                   "pa.math_reward = lambda *_: print('BUSY', flush=True) or "
-                                   "time.sleep(60)"], ids=["long torch call", "sleeping reward"])
-def test_ctrl_c_ends_the_process(random_folder, tmp_path, plant):
-    """A22: Ctrl-C ends the run within three seconds, exit code 130, whatever the threads do."""
-    process = start(plant, *flags(random_folder, tmp_path))
-    for line in process.stdout:
-        if "BUSY" in line:
-            break
-    began = time.time()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and time.time() - began < 3
-    assert "interrupted" in err and "Traceback" not in err and "was destroyed" not in err
+    assert ended - float(run.text("out").split("RAISED")[1].split()[0]) < 3
 
 
 @pytest.fixture(scope="session")
