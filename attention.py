@@ -49,6 +49,16 @@ class Packed:
         return Packed(*(getattr(self, f.name).to(device, non_blocking=True)
                         for f in dataclasses.fields(self)))
 
+    def on(self, device: torch.device) -> "Packed":
+        """Itself, or its one copy on another device."""
+        if device == self.input_ids.device:
+            return self
+        return self._copies.setdefault(device, self.to(device))
+
+    @cached_property
+    def _copies(self) -> dict:
+        return {}
+
     def cost(self) -> dict[str, int]:
         """Tokens, and query-key pairs that may attend: here, and with a prompt a response."""
         prompt, response = self.prompt_lengths, self.lengths

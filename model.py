@@ -8,6 +8,8 @@ Where this departs from a trainer beside an inference engine:
 3. No prompt token meets the head, and no (A, V) tensor of logits is ever alive.
 4. Sampling is one uniform a token, drawn on the host from a stream keyed by seed, period, prompt
    and sample. A sampled token does not depend on the row or the step it was sampled in.
+5. Over several devices a model is cut into stages, each the base model with a part of its layers;
+   no hooks, and the parameters stay the model's own. One device is one stage: the same code.
 
     load -> policy, frozen_copy -> reference, inference copy
     InferenceCopy: submit -> step (prefill, decode) -> ids and log-probs
@@ -15,11 +17,13 @@ Where this departs from a trainer beside an inference engine:
 """
 import copy
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import init_empty_weights
+from accelerate.hooks import remove_hook_from_submodules
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -36,24 +40,111 @@ WIDTH_STEP = 16          # decoding attends over a multiple of this many places
 TINY_STEPS = 400         # supervised warm-up of the embedded model: about 10 s on two cores
 
 
-def device(name: str) -> torch.device:
-    """`cpu`, `cuda:0`, `npu:0`, ..; empty: the first accelerator, else the CPU. Or ValueError."""
-    name = name or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+def devices(names: str) -> list[torch.device]:
+    """`cpu`, or `npu:0,npu:1`; empty: the first accelerator, else the CPU. Raises ValueError."""
+    names = names or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    found = []
+    for name in names.split(","):
+        try:
+            found.append(torch.empty(0, device=name.strip()).device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"no device {name}: {str(error).splitlines()[0]}") from None
+    return found
+
+
+def stage_edges(layers: int, stages: int) -> list[int]:
+    """Where each stage's layers begin, and the end: ends of a pipeline carry embedding and head, so
+    of 28 layers in three stages the middle gets 10."""
+    return [round(layers * stage / stages) for stage in range(stages + 1)]
+
+
+def layout(config, places: Sequence) -> dict:
+    """Module name -> device, for stages laid out over `places`. The one rule for an embedding that
+    is tied to the head: it stays with the head, on the last device."""
+    edges = stage_edges(config.num_hidden_layers, len(places))
+    layers = {f"model.layers.{layer}": place for place, first, last in
+              zip(places, edges, edges[1:]) for layer in range(first, last)}
+    return layers | {"model.embed_tokens": places[-1 if config.tie_word_embeddings else 0],
+                     "model.rotary_emb": places[0], "model.norm": places[-1],
+                     "lm_head": places[-1]}
+
+
+def place(model, places: Sequence):
+    """Cut a model into stages, one a device: each is the base model with a part of the layers, and
+    the last alone has the norm. Returns the model. The parameters stay the model's own."""
+    for name, where in layout(model.config, places).items():
+        model.get_submodule(name).to(where)
+    base, model.stages = model.base_model, []
+    edges = stage_edges(len(base.layers), len(places))
+    for number, where in enumerate(map(torch.device, places)):
+        stage = copy.copy(base)
+        stage._modules = dict(base._modules)
+        stage.layers = base.layers[edges[number]:edges[number + 1]]
+        stage.rotary_emb = copy.deepcopy(base.rotary_emb).to(where)
+        if number < len(places) - 1:
+            stage.norm = torch.nn.Identity()
+        model.stages.append((where, stage))
+    return model
+
+
+def plan(stages: int, copies: int, *, model: str, dtype: str, beta: float, recompute: bool,
+         rows: int, max_prompt_tokens: int, max_new_tokens: int, micro_batch_tokens: int,
+         **_) -> list[dict]:
+    """What each stage of the trainer, then each inference copy, will hold: `layers`, and GiB by
+    part. No weights are read. Activations are an estimate: 1F1B keeps a micro-batch a stage that
+    follows, each with its layers' inputs, and with all they save unless they are recomputed."""
     try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"no device {name}: {str(error).splitlines()[0]}") from None
+        config, gib = AutoConfig.from_pretrained(model), 2**30
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no plan for the model {model}: {str(error).splitlines()[0]}") from None
+    refuse(config)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    half = 2 if dtype == "bfloat16" else 4
+    tied = model.get_input_embeddings().weight if config.tie_word_embeddings else None
+
+    def frozen(module):  # bytes in a copy as `frozen_copy` makes it
+        return sum(p.numel() * (half if isinstance(part, torch.nn.Linear) and p is not tied else 4)
+                   for part in module.modules() for p in part.parameters(recurse=False))
+    edges = stage_edges(config.num_hidden_layers, stages)
+    hidden, heads = config.hidden_size, config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    # Of a layer: norms and residuals in float32; queries, keys, values, the MLP's in `half`.
+    saved = 32 * hidden + half * (4 * config.num_attention_heads * size + 4 * heads * size
+                                  + 4 * config.intermediate_size)
+    held = []
+    for stage in range(stages):
+        modules = [model.get_submodule(module) for module, where in
+                   layout(config, range(stages)).items() if where == stage
+                   and not (module == "lm_head" and tied is not None)]
+        numbers = sum(p.numel() for module in modules for p in module.parameters())
+        layers = edges[stage + 1] - edges[stage]
+        kept = (stages - stage) * layers * 4 * hidden + saved if recompute else (
+            (stages - stage) * layers * saved)
+        held.append({"layers": f"{edges[stage]}-{edges[stage + 1] - 1}",
+                     "parameters": 4 * numbers / gib, "gradients": 4 * numbers / gib,
+                     "Adam": 8 * numbers / gib,
+                     "reference": sum(map(frozen, modules)) / gib if beta else 0.0,
+                     "activations": micro_batch_tokens * kept / gib,
+                     "head": 12 * HEAD_CHUNK / gib if stage == stages - 1 else 0.0})
+    slots = 2 * config.num_hidden_layers * heads * size * half * rows * (
+        max_prompt_tokens + max_new_tokens)
+    weights = frozen(model) - (4 * tied.numel() if tied is not None else 0)
+    return held + [{"layers": f"0-{edges[-1] - 1}", "weights (also the old policy's)":
+                    weights / gib, "slots": slots / gib} for _ in range(copies)]
 
 
-def load(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, *,
-         seed: int = 0) -> tuple:
+def load(name: str, device="cpu", dtype: torch.dtype = torch.float32, *, seed: int = 0) -> tuple:
     """A causal language model in train mode with shared-prompt attention, and its tokenizer.
-    `name` is `tiny` (made here, from `seed`), a folder or a hub id. Dropout is off: with it, the
-    trainer would score tokens under another model than sampled them. Raises ValueError that says
-    what is wrong with name, architecture or files."""
+    `name` is `tiny` (made here, from `seed`), a folder or a hub id; `device` is one, or a list of
+    them, over which the layers are laid out as they are read. Dropout is off: with it, the trainer
+    would score tokens under another model than sampled them. Raises ValueError that says what is
+    wrong with name, architecture or files."""
+    places = device if isinstance(device, list) else [device]
     if name == "tiny":
         model, tokenizer = _tiny(seed)
-        return model.to(device, dtype), tokenizer
+        return place(model.to(dtype), places), tokenizer
     if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
         raise ValueError(f"no model {name}: it must be tiny, a folder or a hub id (owner/name)")
     try:
@@ -62,14 +153,15 @@ def load(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = tor
         config.attention_dropout = 0.0
         tokenizer = AutoTokenizer.from_pretrained(name)
         model, report = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=dtype, use_safetensors=True, device_map={"": device},
-            output_loading_info=True)
+            name, config=config, dtype=dtype, use_safetensors=True,
+            device_map=layout(config, places), output_loading_info=True)
     except (OSError, ValueError, SafetensorError) as error:  # the first line says what is missing
         raise ValueError(f"cannot load the model {name}: {str(error).splitlines()[0]}") from None
     absent = sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
     if absent:  # transformers would train on with random values in their place
         raise ValueError(f"the model {name} has no weights for {', '.join(absent[:3])}")
-    return attach(model.train()), tokenizer
+    remove_hook_from_submodules(model)  # they would copy the logits back to the first device
+    return place(attach(model.train()), places), tokenizer
 
 
 def fetch(path: str) -> str:
@@ -123,7 +215,7 @@ def _tiny(seed):
                          bos_token_id=1, eos_token_id=2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = attach(LlamaForCausalLM(config).train())
+        model = place(attach(LlamaForCausalLM(config).train()), ["cpu"])
     rng = np.random.Generator(np.random.Philox(key=seed))
     prompts = {(a, b): tokenizer(f"{a}+{b}=").input_ids for a in range(10) for b in range(10)}
     answers = [tokenizer(f"{n}<eos>").input_ids for n in range(19)]
@@ -141,14 +233,24 @@ def _tiny(seed):
     return model, tokenizer
 
 
-def token_logprobs(model, packed: Packed, temperature: float = 1.0,
-                   sums: dict | None = None) -> Tensor:
+def token_logprobs(model, packed: Packed, temperature: float = 1.0, sums: dict | None = None,
+                   cuts: list | None = None) -> Tensor:
     """log p(token | what it may attend to) of every response token, (A,), differentiable.
     The head sees only the places that predict a response token, in chunks that the backward pass
     computes again. Its product follows autocast; the log-softmax is float32, float64 for such.
-    `sums["entropy_sum"]` becomes the sum of the entropies of the A distributions, in nats."""
-    hidden = model.base_model(input_ids=packed.input_ids, position_ids=packed.position_ids,
-                              packed=packed, use_cache=False).last_hidden_state[0]
+    `sums["entropy_sum"]` becomes the sum of the entropies of the A distributions, in nats.
+    With `cuts` the graph is cut between the stages, so that their backward passes can run one by
+    one: it gets (what a stage puts out, what the next takes in) for every cut."""
+    embedding = model.get_input_embeddings()
+    hidden = embedding(packed.on(embedding.weight.device).input_ids)
+    for number, (where, stage) in enumerate(stages(model)):
+        packed, given = packed.on(where), hidden.to(where, non_blocking=True)
+        if number and cuts is not None:
+            given = given.detach().requires_grad_()
+            cuts.append((hidden, given))
+        hidden = stage(inputs_embeds=given, position_ids=packed.position_ids, packed=packed,
+                       use_cache=False).last_hidden_state
+    hidden = hidden[0]
     # index_select, not hidden[...]: a prompt's last place occurs K times, and only the backward
     # pass of index_select adds those gradients in a fixed order.
     # Filled up to a multiple of 8 rows: below one the bits of the products depend on threads.
@@ -160,6 +262,11 @@ def token_logprobs(model, packed: Packed, temperature: float = 1.0,
     if sums is not None:
         sums["entropy_sum"] = entropy[:tokens].sum()
     return logprobs[:tokens]
+
+
+def stages(model) -> list[tuple]:
+    """(device, base model with a part of the layers) of a model; one, unless `place` cut it."""
+    return getattr(model, "stages", None) or [(model.device, model.base_model)]
 
 
 def _up(n, step):
@@ -227,23 +334,25 @@ class TriModel:
     def __init__(self, policy, old=None, reference=None, *, temperature: float = 1.0,
                  dtype: torch.dtype = torch.float32):
         self.policy, self.old, self.reference = policy, old, reference
-        self.temperature, self.dtype, self.device = temperature, dtype, policy.device
+        self.temperature, self.dtype = temperature, dtype
+        self.device = stages(policy)[-1][0]  # of the last stage: head, log-probs and loss
 
-    def logprobs(self, packed: Packed, sums: dict | None = None, *,
+    def logprobs(self, packed: Packed, sums: dict | None = None, cuts: list | None = None, *,
                  forward_old: bool = False) -> tuple:
         """(policy, old, reference or None) log-probs (A,) of one micro-batch. Until the first step
         after a weight copy the policy is the old policy, so `old` is its value, detached;
         `forward_old` runs the old weights instead, as the paper does. `sums`: of the policy."""
-        policy = self.score(self.policy, packed, sums)
+        policy = self.score(self.policy, packed, sums, cuts)
         with torch.no_grad():  # not inference_mode: its outputs cannot be saved for backward
             old = self.score(self.old, packed) if forward_old else policy.detach()
             reference = None if self.reference is None else self.score(self.reference, packed)
         return policy, old, reference
 
-    def score(self, model, packed: Packed, sums: dict | None = None) -> Tensor:
+    def score(self, model, packed: Packed, sums: dict | None = None,
+              cuts: list | None = None) -> Tensor:
         """Log-probs (A,) of one of the three models, at the run's temperature and precision."""
         with autocast(self.device, self.dtype):
-            return token_logprobs(model, packed, self.temperature, sums)
+            return token_logprobs(model, packed, self.temperature, sums, cuts).to(self.device)
 
 
 def autocast(device: torch.device, dtype: torch.dtype):
@@ -253,9 +362,10 @@ def autocast(device: torch.device, dtype: torch.dtype):
 
 class InferenceCopy:
     """θ_t with its key/value slots: continuous batching over `rows` responses at a time.
-    `submit` queues K responses to a prompt. A `step` prefills the earliest prompts if rows are free
-    and nothing prefilled waits for one, else it decodes one token a row; it returns the responses
-    that ended. Rows are multiples of 8: else the bits of a product depend on threads."""
+    `submit` queues K responses to a prompt. `launch` prefills the earliest prompts if rows are free
+    and nothing prefilled waits for one, else it decodes one token a row; `finish` reads the sampled
+    tokens, a step's one read, and returns the responses that ended. In between, one thread launches
+    other copies. Rows are multiples of 8: else the bits of a product depend on threads."""
 
     def __init__(self, model, stop: Sequence[int], *, rows: int, longest_prompt: int,
                  max_new_tokens: int, temperature: float = 1.0,
@@ -295,22 +405,34 @@ class InferenceCopy:
     def admits(self) -> bool:
         return bool(self.waiting) and not self.staged and self.live < len(self.request)
 
-    def step(self) -> list[tuple]:
-        """One step; [(ticket, sample, ids, logprobs, finished)] for every response that ended."""
+    @property
+    def tokens_waiting(self) -> int:
+        return sum(len(prompt) + uniforms.size for _, prompt, uniforms in list(self.waiting))
+
+    def launch(self) -> None:
+        """Start a step on the device."""
         with torch.inference_mode(), autocast(self.device, self.dtype):
-            if self.admits:
-                self.prefill(len(self.request) - self.live)
-            else:
-                self.decode()
+            free = len(self.request) - self.live
+            self.sampled, self.take = self.prefill(free) if self.admits else self.decode()
+
+    def finish(self) -> list[tuple]:
+        """End it: [(ticket, sample, ids, logprobs, finished)] for every response that ended."""
+        self.take(self.sampled.cpu().numpy().T)
         ended = self._ended()
         while self.staged and self.live < len(self.request):
             self._start()
             ended += self._ended()  # a first token may be a stop token
         return ended
 
-    def prefill(self, rows: int) -> None:
+    def step(self) -> list[tuple]:
+        """A step of this copy alone."""
+        self.launch()
+        return self.finish()
+
+    def prefill(self, rows: int) -> tuple[Tensor, Callable]:
         """Keys and values of the first waiting prompts, as many as fill `rows`, in one packed pass:
-        once a prompt, however many responses it gets. Samples the first token of each."""
+        once a prompt, however many responses it gets. Samples the first token of each. Returns
+        what was sampled, still on the device, and what to do with it on the host."""
         chosen, responses, tokens = [], 0, 0
         while self.waiting and responses < rows and tokens < PREFILL_TOKENS:
             chosen.append(self.waiting.popleft())
@@ -328,12 +450,16 @@ class InferenceCopy:
         logits = _wide(self.model.get_output_embeddings()(last))
         of_prompt = torch.arange(len(chosen)).repeat_interleave(
             torch.tensor([len(uniforms) for *_, uniforms in chosen]))
-        first = zip(*self._sample(logits.index_select(0, of_prompt.to(self.device)),
-                                  np.concatenate([uniforms[:, 0] for *_, uniforms in chosen])))
-        for (ticket, prompt, uniforms), slot in zip(chosen, slots):
-            self.open[slot] = len(uniforms)
-            self.staged.extend(((ticket, sample), slot, len(prompt), row, *next(first))
-                               for sample, row in enumerate(uniforms))
+        sampled = self._sample(logits.index_select(0, of_prompt.to(self.device)),
+                               np.concatenate([uniforms[:, 0] for *_, uniforms in chosen]))
+
+        def take(sampled):
+            first = zip(*sampled)
+            for (ticket, prompt, uniforms), slot in zip(chosen, slots):
+                self.open[slot] = len(uniforms)
+                self.staged.extend(((ticket, sample), slot, len(prompt), row, *next(first))
+                                   for sample, row in enumerate(uniforms))
+        return sampled, take
 
     def _start(self) -> None:
         """Give the free rows to responses whose prompts are prefilled."""
@@ -343,8 +469,8 @@ class InferenceCopy:
              self.ids[row, 0], self.logprobs[row, 0]) = self.staged.popleft()
         self.count[first:self.live] = 1
 
-    def decode(self) -> None:
-        """One token for every row in flight."""
+    def decode(self) -> tuple[Tensor, Callable]:
+        """One token for every row in flight; returns as `prefill` does."""
         rows = np.arange(self.live)
         filling = (0, -len(rows) % 8)
         slot, length, count = (x[rows] for x in (self.slot, self.length, self.count))
@@ -362,12 +488,14 @@ class InferenceCopy:
         hidden = self.model.base_model(input_ids=token[:, None], slots=slots, use_cache=False,
                                        position_ids=(length + place)[:, None]).last_hidden_state
         logits = _wide(self.model.get_output_embeddings()(hidden[:, 0]))
-        sampled = self._sample(logits, self.uniforms[rows, count])
-        self.ids[rows, count], self.logprobs[rows, count] = sampled
-        self.count[rows] += 1
 
-    def _sample(self, logits: Tensor, uniforms: np.ndarray) -> np.ndarray:
-        """Tokens and their log-probs, (2, n), for n uniforms and as many of the logits (rows, V).
+        def take(sampled):
+            self.ids[rows, count], self.logprobs[rows, count] = sampled
+            self.count[rows] += 1
+        return self._sample(logits, self.uniforms[rows, count]), take
+
+    def _sample(self, logits: Tensor, uniforms: np.ndarray) -> Tensor:
+        """Tokens and their log-probs, (n, 2), for n uniforms and as many of the logits (rows, V).
         Temperature 0 takes the likeliest token, else the first whose cumulative probability is
         above uniform * total: below the total in float32, too, so there is one. Cumulative sums
         are slow: first over the totals of blocks of tokens, then inside the chosen block."""
@@ -385,9 +513,8 @@ class InferenceCopy:
             bound = (bound - pad(totals, (1, 0)).gather(1, block)).clamp(min=0)
             bound = torch.minimum(bound, inside[:, -1:] * (1 - 2**-23))  # two sums, two roundings
             token = 128 * block + torch.searchsorted(inside, bound, right=True)
-        # Ids are exact in float32 up to 2**24, and one tensor is one read: a step's only one.
-        sampled = torch.cat([token.to(p.dtype), p.gather(1, token).log()], 1).cpu().numpy()
-        return sampled[:len(uniforms)].T
+        # Ids are exact in float32 up to 2**24, and one tensor is one read.
+        return torch.cat([token.to(p.dtype), p.gather(1, token).log()], 1)[:len(uniforms)]
 
     def _stopped(self, rows: np.ndarray) -> np.ndarray:
         """Which of the rows end with a stop token."""

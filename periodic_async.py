@@ -49,8 +49,8 @@ from attention import Packed, attach, pack
 from grpo import (CLOSING, LOSSES, Group, Problem, Response, arithmetic, draw_problems,
                   encode_prompt, group_advantages, group_metrics, grpo_loss, math_reward,
                   math_verify, mean_scored, read_problems, token_weights)
-from model import (InferenceCopy, TriModel, copy_weights, device, fetch, frozen_copy, load,
-                   stop_ids)
+from model import (InferenceCopy, TriModel, copy_weights, devices, fetch, frozen_copy, load, place,
+                   plan, stages, stop_ids)
 
 CLIP_NORM = 1.0       # global norm of a step's gradient
 WARMUP_PERIODS = 5    # until the learning rate is reached, linearly
@@ -59,7 +59,11 @@ BAD_STEPS = 3         # steps in a row without a finite gradient that end the ru
 EVAL_KEYS = 2**62     # keys of evaluated problems start here, above all that are trained on
 # Flags that a resumed run may change: the tokens and weights of its periods stay the same.
 HARMLESS = {"schedule", "periods", "recompute", "eval_data", "eval_every", "eval_samples",
-            "eval_limit", "out", "save_every", "keep", "resume"}
+            "eval_limit", "plan", "out", "save_every", "keep", "resume"}
+# GiB of a device that is not here, for --plan; and what may be changed where a plan does not fit.
+USUAL_GIB = {"npu": 64.0, "cuda": 80.0}
+RELIEF = ({"recompute": True}, {"dtype": "bfloat16"}, {"micro_batch_tokens": 4096}, {"rows": 16},
+          {"beta": 0.0})
 LENDING = True        # a side may use the other's CPU cores while the other has nothing to do
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 TINY = {"learning_rate": 2e-4, "max_new_tokens": 8, "micro_batch_groups": 4}
@@ -72,6 +76,13 @@ class UserError(Exception):
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def as_flags(settings: dict) -> str:
+    """As the command line takes them."""
+    return " ".join({True: flag(name), False: f"--no-{flag(name)[2:]}"}[value]
+                    if isinstance(value, bool) else f"{flag(name)} {value}"
+                    for name, value in settings.items())
 
 
 def _default(value, help, choices=None):
@@ -118,8 +129,11 @@ class Config:
     attention: str = _default("shared", "a prompt: once a group; so too, by mask; once a response",
                               ("shared", "dense", "repeat"))
     dtype: str = _default("float32", "bfloat16: autocast", ("float32", "bfloat16"))
-    train_devices: str = _default("", "cpu, cuda:0, npu:0, ..; empty: an accelerator, or cpu")
-    rollout_devices: str = _default("", "empty: the same")
+    train_devices: str = _default("", "npu:0,npu:1: a stage of the layers on each; empty: an "
+                                      "accelerator, or cpu")
+    rollout_devices: str = _default("", "npu:2,npu:3: an inference copy on each; empty: the first "
+                                        "of the others")
+    plan: bool = _default(False, "print what each device will hold, and stop")
     # what is kept
     out: str = _default("", "folder of metrics, rollouts and checkpoints; empty: runs/<start time>")
     save_every: int = _default(50, "periods between checkpoints; one at the end; 0: none")
@@ -273,7 +287,7 @@ class Generator:
         problem.key, sample) alone. Raises ValueError for a prompt too long for the slots."""
         if self._error is not None:
             raise self._error
-        copy, key = self.copies[0], [self.seed, self.version]
+        copy, key = min(self.copies, key=lambda c: c.tokens_waiting), [self.seed, self.version]
         streams = (np.random.Philox(key=key, counter=[0, 0, problem.key, sample])
                    for sample in range(samples))
         uniforms = np.stack([np.random.Generator(stream).random(copy.limit, dtype=np.float32)
@@ -286,8 +300,13 @@ class Generator:
 
     async def update(self, policy, version: int) -> None:
         """Make every copy θ_version. Raises RuntimeError while a request is in flight."""
-        for copy in self.copies:
-            await self.worker.run("copy", copy_weights, policy, copy, version)
+        if not all(copy.idle for copy in self.copies):  # all or none: they never differ
+            raise RuntimeError("weights were copied while requests were in flight")
+
+        def update():
+            for copy in self.copies:
+                copy_weights(policy, copy, version)
+        await self.worker.run("copy", update)
 
     async def _steps(self):
         """Waits for a request, steps until none is left. A period's requests all arrive before its
@@ -298,15 +317,20 @@ class Generator:
                 self._submitted.clear()
                 self.worker.needed = True
                 while busy := [copy for copy in self.copies if not copy.idle]:
-                    for copy in busy:
-                        name = "prefill" if copy.admits else "decode"
-                        self._deliver(await self.worker.run(name, copy.step))
+                    name = "prefill" if any(copy.admits for copy in busy) else "decode"
+                    self._deliver(await self.worker.run(name, self._step, busy))
                 self.worker.needed = False
         except Exception as error:
             self._error = error
             for future in self._futures:
                 if not future.done():
                     future.set_exception(error)
+
+    def _step(self, busy: list[InferenceCopy]) -> list[tuple]:
+        """A step of every copy that has work, launched on all before the first is waited for."""
+        for copy in busy:
+            copy.launch()
+        return [ended for copy in busy for ended in copy.finish()]
 
     def _deliver(self, ended):
         for future, sample, ids, logprobs, finished in ended:
@@ -329,6 +353,22 @@ class MicroBatch:
     reference: Tensor | None = None
 
 
+class Flight:
+    """One micro-batch on its way back: the loss, and (output, next input) of the cuts between the
+    stages. `backward(stage)` is one stage's backward pass; the last stage's comes first."""
+
+    def __init__(self, loss: Tensor, cuts: list[tuple[Tensor, Tensor]]):
+        self.loss, self.cuts = loss, cuts
+
+    def backward(self, stage: int) -> None:
+        if stage == len(self.cuts):
+            self.loss.backward()
+        else:
+            output, taken = self.cuts[stage]
+            output.backward(taken.grad.to(output.device, non_blocking=True))
+            self.cuts[stage] = None  # frees the graph
+
+
 class Trainer:
     """Accumulates the gradient of a period; `step` applies it. A micro-batch is a fixed number of
     groups in the order they come, never what happens to wait: every rounding is that of `sync`."""
@@ -336,6 +376,7 @@ class Trainer:
     def __init__(self, models: TriModel, worker: Worker, config: Config):
         self.models, self.worker, self.config = models, worker, config
         self.version, self.bad_steps = 0, 0  # periods trained; steps in a row without a gradient
+        self.stages, self.flights = len(stages(models.policy)), []
         self.parameters = [p for p in models.policy.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate,
                                            weight_decay=0.0, fused=True)
@@ -424,16 +465,32 @@ class Trainer:
         return MicroBatch(*(x.to(self.models.device)
                             for x in (packed, advantages[of], weights[of], sampled)))
 
+    def _backward_passes(self, newest: int) -> None:
+        """The launches that follow the forward pass of micro-batch number `newest` (1F1B): on stage
+        s, from the last to the first, the backward pass of number newest - (S - 1 - s). Streams are
+        in order: a whole backward pass at once would leave the devices idle."""
+        for stage in reversed(range(self.stages)):
+            number = newest - (self.stages - 1 - stage)
+            if 0 <= number < len(self.flights):
+                self.flights[number].backward(stage)
+
+    def _drain(self) -> None:
+        """The backward passes still to come after the last forward pass."""
+        for later in range(self.stages - 1):
+            self._backward_passes(len(self.flights) + later)
+        self.flights.clear()
+
     def _backward(self, batch: MicroBatch) -> None:
-        first, entropy = batch.old is None, {}
+        first, entropy, cuts = batch.old is None, {}, []
         if first:
-            policy, batch.old, batch.reference = self.models.logprobs(batch.packed, entropy)
+            policy, batch.old, batch.reference = self.models.logprobs(batch.packed, entropy, cuts)
         else:
-            policy = self.models.score(self.models.policy, batch.packed)
+            policy = self.models.score(self.models.policy, batch.packed, cuts=cuts)
         loss, sums = grpo_loss(policy, batch.old, batch.reference, batch.advantages, batch.weights,
                                clip_low=self.config.clip_low, clip_high=self.config.clip_high,
                                beta=self.config.beta)
-        loss.backward()
+        self.flights.append(Flight(loss, cuts))
+        self._backward_passes(len(self.flights) - 1)
         if first:
             gap = (policy.detach() - batch.sampled).abs()
             sums |= {"gap_sum": gap.sum(), "first_tokens": gap.numel(), **entropy}
@@ -446,10 +503,14 @@ class Trainer:
             if inner:
                 for batch in self.batches:
                     self._backward(batch)
+            self._drain()
             norm = self._optimizer_step()
             if self.bad_steps:
                 break  # the weights did not move: the next pass would be the same
         self.version += 1
+        for where, _ in stages(self.models.policy):
+            if str(where) != "cpu":  # the weights are copied on other streams
+                torch.accelerator.synchronize(where)
         sums = defaultdict(float, {name: float(value) for name, value in self.sums.items()})
         tokens, first_tokens = max(sums["kept_tokens"], 1), max(sums["first_tokens"], 1)
         metrics = {
@@ -606,12 +667,53 @@ def read_prompts(config: Config, source: str, least: int, tokenizer) -> list[Pro
     return fitting
 
 
+def gib(name: str) -> float:
+    """Memory of a device."""
+    if name.startswith("cpu"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    try:
+        return torch.accelerator.get_memory_info(name)[1] / 2**30
+    except (RuntimeError, ValueError, AssertionError):  # none such here
+        return USUAL_GIB.get(name.split(":")[0], 64.0)
+
+
+def planned(config: Config) -> tuple[str, dict[str, float]]:
+    """A table of what every device will hold, and GiB of each. Raises ValueError for a plan that
+    does not fit, with the flag that would make it fit."""
+    def held(config):
+        train = (config.train_devices or str(devices("")[0])).replace(" ", "").split(",")
+        rollout = config.rollout_devices.replace(" ", "").split(",") if (
+            config.rollout_devices) else train[:1]
+        roles = [*(f"{name} train" for name in train), *(f"{name} generate" for name in rollout)]
+        parts = list(zip(roles, plan(len(train), len(rollout), **vars(config))))
+        totals = defaultdict(float)
+        for role, part in parts:
+            totals[role.split()[0]] += sum(x for x in part.values() if not isinstance(x, str))
+        return parts, dict(totals)
+
+    def over(totals):
+        return [f"{name} would hold {total:.1f} GiB of {gib(name):.0f}"
+                for name, total in totals.items() if total > gib(name)]
+    parts, totals = held(config)
+    table = "\n".join(f"{role:15} layers {part.pop('layers'):6} " + "  ".join(
+        f"{name} {x:.1f}" for name, x in part.items()) for role, part in parts)
+    if too_much := over(totals):
+        helps = [change for change in RELIEF
+                 if not over(held(dataclasses.replace(config, **change))[1])]
+        raise ValueError(f"{'; '.join(too_much)}: " + (
+            " or ".join(as_flags(change) for change in helps)
+            or "more --train-devices or --rollout-devices") + " would fit")
+    return table, totals
+
+
 def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNamespace:
     """The parts of a run, loaded. Raises ValueError or OSError for what the user can mend."""
     for half_written in out.glob(".period-*"):
         shutil.rmtree(half_written)
-    train_on = device(config.train_devices)
-    rollout_on = device(config.rollout_devices or str(train_on))
+    train_on = devices(config.train_devices)
+    if train_on[0].type != "cpu" and config.model != "tiny":
+        planned(config)
+    rollout_on = devices(config.rollout_devices or str(train_on[0]))
     dtype = getattr(torch, config.dtype)
     settings = {"temperature": config.temperature, "dtype": dtype}
     begun = time.perf_counter()
@@ -627,19 +729,20 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
     problems = hashlib.sha256(repr([(r.prompt_ids, r.answer) for r in rows]).encode()).hexdigest()
     reference = frozen_copy(policy, dtype) if config.beta and config.periods else None
     state = restore(config, out, problems, policy)
-    inference = InferenceCopy(
-        frozen_copy(policy, dtype).to(rollout_on), stop_ids(policy, tokenizer), rows=config.rows,
-        longest_prompt=longest, max_new_tokens=config.max_new_tokens, **settings)
-    models = TriModel(policy, inference.model, reference, **settings)
+    copies = [InferenceCopy(place(frozen_copy(policy, dtype), [where]), stop_ids(policy, tokenizer),
+                            rows=config.rows, longest_prompt=longest,
+                            max_new_tokens=config.max_new_tokens, **settings)
+              for where in rollout_on]
+    models = TriModel(policy, copies[0].model, reference, **settings)
     if config.recompute:
         policy.activation_checkpointing_enable()
     print(f"{config.model}: {sum(p.numel() for p in policy.parameters()):,} parameters, ready in "
           f"{time.perf_counter() - begun:.0f} s. Output goes to {out}. Answers are compared "
           f"{'with' if math_verify else 'without'} math-verify. The run:",
-          " ".join(f"{flag(name)} {value}" for name, value in vars(config).items()))
+          as_flags(vars(config)))
     timeline = Timeline(out / "trace.json")
-    generate = Worker("generate", rollout_on, timeline, shared, f"--rows {config.rows}")
-    train = Worker("train", train_on, timeline, shared,
+    generate = Worker("generate", rollout_on[0], timeline, shared, f"--rows {config.rows}")
+    train = Worker("train", train_on[0], timeline, shared,
                    f"--micro-batch-tokens {config.micro_batch_tokens} or --micro-batch-groups "
                    f"{config.micro_batch_groups}")
     generate.other, train.other = train, generate
@@ -647,11 +750,13 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
     if config.resume:
         trainer.optimizer.load_state_dict(state.pop("optimizer"))
         trainer.bad_steps = state["bad_steps"]
-        trainer.version = inference.version = state["periods"]
+        trainer.version = state["periods"]
+    for copy in copies:
+        copy.version = trainer.version
     return SimpleNamespace(
         config=config, rows=rows, held_out=held_out, timeline=timeline, tokenizer=tokenizer,
         score=Scorer(reward, tokenizer, config.reward_seconds), trainer=trainer,
-        generator=Generator([inference], generate, config.seed), history=state.pop("history"),
+        generator=Generator(copies, generate, config.seed), history=state.pop("history"),
         state=state)
 
 
@@ -728,7 +833,7 @@ def restore(config: Config, out: Path, problems_sha256: str, policy) -> dict:
         print(f"{folder} is damaged: the checkpoint before it is used")
     else:
         raise ValueError(f"--resume: no whole checkpoint in {out}")
-    changed = [f"{flag(name)} {state['config'].get(name)}" for name, value in vars(config).items()
+    changed = [as_flags({name: state["config"].get(name)}) for name, value in vars(config).items()
                if name not in HARMLESS and state["config"].get(name) != value]
     if state["problems_sha256"] != problems_sha256:
         changed.append("problems in --data")
@@ -840,10 +945,11 @@ def summary(run, history: list[dict]) -> dict:
         seconds, tokens = (sum(h[name] for h in history) for name in ("seconds", "tokens"))
         generate, train = (sum(h[name] * h["seconds"] for h in history) / seconds
                            for name in ("generate_busy", "train_busy"))
-        devices = {run.trainer.models.device, *(copy.device for copy in run.generator.copies)}
+        used = {*(where for where, _ in stages(run.trainer.models.policy)),
+                *(copy.device for copy in run.generator.copies)}
         result |= {
             "seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds,
-            "tokens_per_second_per_device": tokens / seconds / len(devices),
+            "tokens_per_second_per_device": tokens / seconds / len(used),
             "reward_first": mean_scored([h["reward"] for h in history[:5]]),
             "reward_last": mean_scored([h["reward"] for h in history[-5:]]),
             "generate_busy": generate, "train_busy": train,
@@ -864,6 +970,10 @@ def train(config: Config) -> dict:
     """A whole run; returns what is printed last. Raises UserError for what the user can mend."""
     try:
         config = config.checked()
+        if config.plan:
+            table, totals = planned(config)
+            print(f"GiB, activations estimated:\n{table}")
+            return {"plan": totals}
         out = Path(config.out)
         out.mkdir(parents=True, exist_ok=True)
         shared = thread("all cores")

@@ -28,7 +28,7 @@ from model import (
     InferenceCopy,
     TriModel,
     copy_weights,
-    device,
+    devices,
     frozen_copy,
     load,
     stop_ids,
@@ -560,7 +560,7 @@ def test_more_samples_than_rows():
     generator = generator_of(policy, [4, 9, 17])
     prefilled = []
     prefill = generator.prefill
-    generator.prefill = lambda rows: (prefilled.append(rows), prefill(rows))
+    generator.prefill = lambda rows: (prefilled.append(rows), prefill(rows))[1]
     requests = [("t", [1, 2, 3], uniforms(21))]
     results = generate(generator, requests)
     assert len(prefilled) == 1
@@ -608,7 +608,7 @@ def test_uniforms_at_the_ends(uniform, temperature):
     logits = torch.randn(200, 5000, generator=torch.Generator().manual_seed(0)) * 5
     logits[:, :7] = logits[:, -9:] = -torch.inf
     logits[:50, 7:2000] = -200.0  # exp underflows
-    tokens, logprobs = generator._sample(logits, np.full(200, uniform, np.float32))
+    tokens, logprobs = generator._sample(logits, np.full(200, uniform, np.float32)).numpy().T
     probability = (logits / temperature).softmax(-1)[range(200), tokens.astype(int)]
     assert (probability > 0).all()
     assert np.allclose(np.exp(logprobs), probability, rtol=1e-3)
@@ -790,7 +790,7 @@ def test_default_device(found, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator",
                         lambda check_available=False: found and torch.device(found))
     monkeypatch.setattr(torch, "empty", lambda *_, device: SimpleNamespace(device=str(device)))
-    assert device("") == (found or "cpu")
+    assert devices("") == [found or "cpu"]
 
 
 def test_sources_name_no_vendor():

@@ -601,7 +601,7 @@ PLANTS = {
     "reward while training": "pa.Trainer._train = long_call\n"
                              "def late(*_):\n    time.sleep(0.2)\n    return raise_on_third()\n"
                              "pa.math_reward = late",
-    "generator": "model.InferenceCopy.step = generator_raises",
+    "generator": "model.InferenceCopy.launch = generator_raises",
     "trainer": "pa.Trainer._train = train_raises",
     "trainer while generating": "pa.Trainer._train = train_raises\n"
                                 "real = model.InferenceCopy.decode\n"

@@ -1,0 +1,782 @@
+"""Several devices in one process: pipeline stages, several inference copies, and --plan."""
+import asyncio
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate import dispatch_model
+from conftest import assert_gradients_agree, batch, ids, small_config, small_model
+from test_periodic_async import (
+    config,
+    gradient_of,
+    hashes,
+    made_groups,
+    made_run,
+    made_trainer,
+    nudged,
+    trained,
+    two_steps,
+)
+from transformers import AutoModelForCausalLM
+
+import model as model_module
+import periodic_async
+from attention import attach, pack
+from grpo import Problem
+from model import (
+    InferenceCopy,
+    TriModel,
+    devices,
+    frozen_copy,
+    layout,
+    load,
+    place,
+    plan,
+    stage_edges,
+    stages,
+    token_logprobs,
+)
+from periodic_async import (
+    Config,
+    Flight,
+    Generator,
+    Trainer,
+    UserError,
+    Worker,
+    gib,
+    planned,
+    run_periods,
+    summary,
+    train,
+)
+
+TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+GIB = 2**30
+
+
+@pytest.fixture
+def unclipped(monkeypatch):
+    monkeypatch.setattr(periodic_async, "CLIP_NORM", float("inf"))
+
+
+def cut(count=1, *, tied=False, **settings):
+    """A policy of four layers in stages, all of them on the CPU."""
+    settings = {"num_hidden_layers": 4, "tie_word_embeddings": tied} | settings
+    return place(attach(small_model(**settings).train()), ["cpu"] * count)
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def parameters(model):
+    return dict(model.named_parameters())
+
+
+# --------------------------------------------------------------------------- gradients and scores
+
+SPLITS = {"a group each": {"micro_batch_groups": 1}, "two": {"micro_batch_groups": 2},
+          "by tokens": {"micro_batch_groups": 4, "micro_batch_tokens": 24}}
+
+
+@pytest.mark.parametrize("loss, beta, split, counts", [
+    ("grpo", 0.0, "a group each", (2, 4)), ("grpo", 0.1, "by tokens", (3,)),
+    ("dr_grpo", 0.0, "two", (3,)), ("dr_grpo", 0.1, "a group each", (4,)),
+    ("dapo", 0.0, "by tokens", (2,)), ("dapo", 0.1, "two", (4,))])
+def test_stages_change_no_bit_of_a_gradient(unclipped, loss, beta, split, counts):
+    """A stage that sees another's micro-batch, or a gradient lost at a cut or left over for the
+    next inner step: with an untied head 2 to 4 stages give weights, both inner steps' gradients and
+    metrics of one, bit for bit; with two micro-batches, which are fewer than stages, too."""
+    changes = {"loss": loss, "beta": beta, **SPLITS[split]}
+    (_, first), (weights, second), _, metrics = two_steps(cut(), made_groups(4), **changes)
+    for count in counts:
+        one, two, _, found = two_steps(cut(count), made_groups(4), **changes)
+        assert_equal(one[1], first)
+        assert_equal(two[0], weights)
+        assert_equal(two[1], second)
+        assert found == metrics
+
+
+@pytest.mark.parametrize("loss, beta", [("grpo", 0.1), ("dr_grpo", 0.0), ("dapo", 0.1)])
+def test_stages_and_a_tied_head(unclipped, loss, beta):
+    """The one weight of two stages: the embedding's part of its gradient comes S - 1 micro-batches
+    after the head's, so that sums round differently, and nothing else differs."""
+    changes = {"loss": loss, "beta": beta, "micro_batch_groups": 1}
+    (_, first), (_, second), _, metrics = two_steps(cut(tied=True), made_groups(4), **changes)
+    shared = "model.embed_tokens.weight"
+    for count in (4,) if loss == "grpo" else (2,):
+        one, two, _, found = two_steps(cut(count, tied=True), made_groups(4), **changes)
+        assert_gradients_agree(one[1], first, 1e-6)
+        assert_gradients_agree(two[1], second, 1e-4)  # at weights that differ in their last bits
+        del one[1][shared]
+        assert_equal(one[1], {name: g for name, g in first.items() if name != shared})
+        assert found == pytest.approx(metrics, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("loss, beta, count", [("grpo", 0.1, 3), ("dapo", 0.0, 2)])
+def test_recompute_in_stages(unclipped, loss, beta, count):
+    """--recompute, which runs a stage's layers again inside its own backward pass: same bits."""
+    changes = {"loss": loss, "beta": beta, "micro_batch_groups": 1}
+    (_, first), (_, second), *_ = two_steps(cut(), made_groups(4), **changes)
+    policy = cut(count)
+    policy.activation_checkpointing_enable()
+    calls = []
+    policy.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    one, two, *_ = two_steps(policy, made_groups(4), **changes)
+    assert len(calls) == (2 * 2 * 4 + 4 if beta else 2 * 2 * 3)  # the reference has the hook, too
+    assert_equal(one[1], first)
+    assert_equal(two[1], second)
+
+
+def test_more_stages_than_layers(unclipped):
+    """A stage without a layer passes its input on, and the gradient back."""
+    groups = made_groups()
+    expected = gradient_of(cut(num_hidden_layers=2), groups, micro_batch_groups=1)
+    policy = cut(5, num_hidden_layers=2)
+    assert min(len(stage.layers) for _, stage in policy.stages) == 0
+    assert_equal(gradient_of(policy, groups, micro_batch_groups=1), expected)
+
+
+def test_periods_follow_each_other():
+    """A flight that outlives its period: two periods of two stages move the weights as one's."""
+    results = []
+    for count in (1, 2):
+        trainer = made_trainer(cut(count), prompts=4, micro_batch_groups=1, beta=0.1)
+        metrics = [trained(trainer, made_groups(4, version=version))[1] for version in range(2)]
+        assert trainer.flights == []
+        results.append((parameters(trainer.models.policy), metrics))
+    assert_equal(results[1][0], results[0][0])
+    assert results[1][1] == results[0][1]
+
+
+@TIED
+@DTYPES
+def test_all_three_models_score_in_stages(dtype, tied):
+    """A norm in the middle, a layer left out or run twice, a copy that runs another's layers:
+    policy, reference and old weights in stages have the uncut models' log-probs and entropy."""
+    dtype = getattr(torch, dtype)
+    packed = pack(*batch([3, 9, 1], [[4, 1], [2], [7, 3, 1]]), multiple=8)
+
+    def scored(count):
+        policy = attach(small_model(num_hidden_layers=4, tie_word_embeddings=tied).train())
+        if count:
+            place(policy, ["cpu"] * count)
+        old, reference = (nudged(frozen_copy(policy, dtype), size) for size in (0.01, 0.03))
+        sums = {}
+        models = TriModel(policy, old, reference, temperature=0.8, dtype=dtype)
+        return *models.logprobs(packed, sums, [], forward_old=True), sums["entropy_sum"]
+    expected = scored(0)
+    for count in (1, 2, 4):
+        for found, right in zip(scored(count), expected):
+            assert torch.equal(found, right)
+    assert min((expected[0] - other).abs().max() for other in expected[1:3]) > 1e-3
+
+
+# --------------------------------------------------------------------------------- the launches
+
+def launches(monkeypatch, count, batches, inner=1):
+    """[(stage, micro-batch, forward or backward)] of a period, in the order of launching. What
+    backward runs is read off the gradients that it adds to, not off its name."""
+    events, touched, forwards, policy = [], set(), [0] * count, cut(count)
+    trainer = made_trainer(policy, prompts=batches, micro_batch_groups=1, beta=0.0,
+                           inner_steps=inner)
+
+    def noted(number, stage):
+        def call(**given):
+            events.append((number, forwards[number] % batches, "forward"))
+            forwards[number] += 1
+            return stage(**given)
+        for layer in stage.layers:
+            layer.input_layernorm.weight.register_post_accumulate_grad_hook(
+                lambda _: touched.add(number))
+        return call
+    policy.stages = [(where, noted(*numbered)) for where, numbered in
+                     zip(["cpu"] * count, enumerate(stage for _, stage in policy.stages))]
+    backward = Flight.backward
+
+    def watched(flight, stage):
+        touched.clear()
+        backward(flight, stage)
+        events.append((stage, trainer.flights.index(flight), "backward"))
+        assert touched == {stage}
+    with monkeypatch.context() as patch:
+        patch.setattr(Flight, "backward", watched)
+        trained(trainer, made_groups(batches + 1)[:batches])  # the last has no gradient
+    return events
+
+
+def one_forward_one_backward(count, batches):
+    """The order as the module says it."""
+    events = []
+    for newest in range(batches + count - 1):
+        if newest < batches:
+            events += [(stage, newest, "forward") for stage in range(count)]
+        for stage in reversed(range(count)):
+            number = newest - (count - 1 - stage)
+            if 0 <= number < batches:
+                events.append((stage, number, "backward"))
+    return events
+
+
+@pytest.mark.parametrize("count, batches, inner", [(1, 3, 2), (2, 4, 2), (3, 1, 2), (4, 2, 1),
+                                                   (4, 6, 2)])
+def test_order_of_launches(monkeypatch, count, batches, inner):
+    """A missing or doubled backward pass, a drain left out before an inner step, activations of
+    more micro-batches than the plan counts: every stage has S - s in flight at most."""
+    events = launches(monkeypatch, count, batches, inner)
+    assert events == one_forward_one_backward(count, batches) * inner
+    for stage in range(count):
+        flying = most = 0
+        for _, _, kind in (event for event in events if event[0] == stage):
+            flying += 1 if kind == "forward" else -1
+            most = max(most, flying)
+        assert most == min(count - stage, batches) and flying == 0
+
+
+def busy_share(events, count):
+    """Of devices on which a forward pass takes 1 and a backward pass 2, and which do what is
+    launched on them one after another, each as soon as its neighbour's part is there."""
+    ends, free = {}, [0] * count
+    for stage, number, kind in events:
+        begin = free[stage]
+        if kind == "forward" and stage > 0:
+            begin = max(begin, ends[stage - 1, number, kind])
+        if kind == "backward" and stage < count - 1:
+            begin = max(begin, ends[stage + 1, number, kind])
+        free[stage] = ends[stage, number, kind] = begin + (1 if kind == "forward" else 2)
+    return sum(1 if kind == "forward" else 2 for *_, kind in events) / (count * max(free))
+
+
+def test_launches_keep_the_devices_busy(monkeypatch):
+    """An order in which one device waits for another's whole backward pass: 16 micro-batches keep 4
+    stages busy for 16/19 of the time, 1F1B's ideal; each one's pass at once for a quarter."""
+    assert busy_share(launches(monkeypatch, 4, 16), 4) == pytest.approx(16 / 19)
+
+    def at_once(trainer, newest):
+        for stage in reversed(range(4)) if newest < len(trainer.flights) else ():
+            trainer.flights[newest].backward(stage)
+    monkeypatch.setattr(Trainer, "_backward_passes", at_once)
+    assert busy_share(launches(monkeypatch, 4, 4), 4) == pytest.approx(1 / 4)
+
+
+# -------------------------------------------------------------------------------- whole periods
+
+@pytest.fixture(scope="module")
+def folders(random_folder, tmp_path_factory):
+    """A random model of four layers, as a folder: {is it tied: path}."""
+    paths = {}
+    for tied in (False, True):
+        paths[tied] = tmp_path_factory.mktemp("tied" if tied else "untied")
+        shutil.copytree(random_folder, paths[tied], dirs_exist_ok=True)
+        small_model(vocab_size=99, num_hidden_layers=4, tie_word_embeddings=tied,
+                    eos_token_id=2).save_pretrained(paths[tied])
+        sums = [{"question": f"{10 ** n}+{n}=", "answer": str(10 ** n + n)} for n in range(6)]
+        (paths[tied] / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
+    return paths
+
+
+@pytest.fixture
+def rewarded(monkeypatch):
+    """Random responses of one group get different rewards: else no weight would move."""
+    monkeypatch.setattr(periodic_async, "math_reward",
+                        lambda text, gold: float(sum(map(ord, text)) % 2))
+
+
+def several(folder, out, count, copies, **changes):
+    """A run on so many stages and copies."""
+    changes = {"data": str(folder / "sums.jsonl"), "prompt_template": "{question}", "prompts": 3,
+               "periods": 2, "max_new_tokens": 4, "micro_batch_groups": 1, "learning_rate": 1e-2,
+               "train_devices": ",".join(["cpu"] * count),
+               "rollout_devices": ",".join(["cpu"] * copies), **changes}
+    return {"folder": folder, "out": out, **changes}
+
+
+def ran(run, out):
+    """What a made run prints last, and its history without times."""
+    history = asyncio.run(run_periods(run, out))
+    return summary(run, history), [(h["reward"], h["gradient_norm"], h["loss"]) for h in history]
+
+
+@TIED
+def test_stages_and_copies_change_no_token(folders, rewarded, tmp_path, monkeypatch, tied):
+    """A response sampled under other weights, key or row than with one device: every number of
+    copies and stages has the same rollouts in both schedules, lending or not. Untied weights are
+    equal, too, but for the copies, which decide in which order groups arrive."""
+    seen, rollouts = {}, set()
+    runs = ((1, 1, "async", True), (2, 2, "async", True), (2, 2, "sync", False)) if tied else (
+        (1, 1, "async", True), (4, 1, "sync", False), (2, 2, "async", False), (3, 2, "sync", True),
+        (1, 3, "async", False))
+    for count, copies, schedule, lending in runs:
+        monkeypatch.setattr(periodic_async, "LENDING", lending)
+        settings = several(folders[tied], tmp_path, count, copies, schedule=schedule)
+        result, history = ran(made_run(**settings), tmp_path)
+        assert result["logp_gap_max"] < 1e-4
+        rollouts.add(result["rollouts_sha256"])
+        digest, before = seen.setdefault((copies, count if tied else 0),
+                                         (result["weights_sha256"], history))
+        assert digest == result["weights_sha256"] and before == history
+        first = seen[1, 1 if tied else 0][1]
+        for now, then in zip(history, first):
+            assert now == pytest.approx(then, rel=1e-3, abs=1e-5)
+    assert len(rollouts) == 1
+    if tied:
+        return
+    still, _ = ran(made_run(**settings | {"learning_rate": 0}), tmp_path)
+    assert still["rollouts_sha256"] not in rollouts
+
+
+def test_a_resumed_run_in_stages(folders, rewarded, tmp_path):
+    """What a checkpoint of a cut model leaves out: resumed = uninterrupted, 2 stages, 2 copies."""
+    def result(name, **changes):
+        return train(config(**several(folders[True], tmp_path / name, 2, 2, **changes)))
+    whole = result("whole")
+    result("cut", periods=1, save_every=1)
+    assert hashes(result("cut", resume=True)) == hashes(whole)
+
+
+# ------------------------------------------------------------------------------ inference copies
+
+def test_versions_never_mix(folders, rewarded, tmp_path):
+    """A copy left behind by an update, or a step under way during one, also when a copy is slow:
+    whatever a copy launches is of the trainer's version, every group says so, sampled log-probs
+    are the trained ones, and after an update all copies hold the policy, bit for bit."""
+    expected = None
+    for schedule, slow in (("async", None), ("async", 1), ("sync", 0)):
+        run = made_run(**several(folders[False], tmp_path, 2, 2, schedule=schedule))
+        generator, trainer, launched, groups = run.generator, run.trainer, [set(), set()], []
+        for number, copy in enumerate(generator.copies):
+            def launch(number=number, copy=copy, launch=copy.launch):
+                time.sleep(0.01 if number == slow else 0)
+                assert copy.version == trainer.version
+                launched[number].add(copy.version)
+                launch()
+            copy.launch = launch
+        consume, update = trainer.consume, generator.update
+
+        async def consumed(group):
+            groups.append(group.version)
+            await consume(group)
+
+        async def updated(policy, version):
+            await update(policy, version)
+            for copy in generator.copies:
+                assert copy.version == version == trainer.version
+                assert_equal(parameters(copy.model), parameters(policy))
+        trainer.consume, generator.update = consumed, updated
+        result, history = ran(run, tmp_path)
+        assert groups == [0] * 3 + [1] * 3 and launched == [{0, 1}] * 2
+        assert result["logp_gap_max"] < 1e-4
+        expected = expected or (hashes(result), history)
+        assert (hashes(result), history) == expected
+
+
+def copies_of(policy, count, limit=4):
+    return [InferenceCopy(place(frozen_copy(policy), ["cpu"]), [], rows=8, longest_prompt=48,
+                          max_new_tokens=limit) for _ in range(count)]
+
+
+def generator_of(copies):
+    timeline = periodic_async.Timeline(Path(os.devnull))
+    return Generator(copies, Worker("generate", torch.device("cpu"), timeline), 0)
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["waiting", "decoding"])
+@pytest.mark.parametrize("busy", [0, 1, 2])
+def test_an_update_is_refused_whole(busy, begun):
+    """A request in flight on any copy: update raises, and no copy has the new weights or version
+    while another goes on with the old ones."""
+    policy = cut()
+    copies = copies_of(policy, 3)
+    before = frozen_copy(policy)
+    copies[busy].submit("a", ids(5, 1), np.full((2, 4), 0.5, dtype=np.float32))
+    if begun:
+        copies[busy].step()
+    with pytest.raises(RuntimeError, match="in flight"):
+        asyncio.run(generator_of(copies).update(nudged(policy), 1))
+    assert [copy.version for copy in copies] == [0, 0, 0]
+    for copy in copies:
+        assert_equal(parameters(copy.model), parameters(before))
+
+
+LENGTHS = (40, 1, 2, 30, 1, 1, 20, 2, 9)
+
+
+@pytest.mark.parametrize("count, samples", [(2, 1), (3, 1), (2, 3)])
+def test_a_prompt_goes_to_the_least_loaded_copy(count, samples):
+    """Prompts dealt out by number, or all to one copy: each goes where the fewest tokens wait, its
+    own and those that it may get; the responses are those of one copy."""
+    copies, loads, chosen = copies_of(cut(), count), [0] * count, []
+    for number, copy in enumerate(copies):
+        def submit(ticket, prompt, uniforms, number=number, submit=copy.submit):
+            least = min(range(count), key=loads.__getitem__)
+            loads[least] += len(prompt) + 4 * samples
+            chosen.append((number, least))
+            submit(ticket, prompt, uniforms)
+        copy.submit = submit
+    problems = [Problem(tuple(ids(n, key)), "", key) for key, n in enumerate(LENGTHS)]
+
+    async def generated(copies):
+        async with generator_of(copies) as generator, asyncio.timeout(30):
+            return await asyncio.gather(*(generator.generate(p, samples) for p in problems))
+    found, alone = (asyncio.run(generated(c)) for c in (copies, copies_of(cut(), 1)))
+    assert len(chosen) == len(LENGTHS) and all(number == least for number, least in chosen)
+    assert {number for number, _ in chosen} == set(range(count))
+    for group, expected in zip(found, alone):
+        assert [r.ids for r in group] == [r.ids for r in expected]
+        for response, right in zip(group, expected):
+            assert response.logprobs == pytest.approx(right.logprobs, abs=1e-5)
+
+
+def test_copies_are_launched_before_one_is_read():
+    """The event loop's thread would wait for one device before it starts the next: a step launches
+    on all copies that have work, and on none that has not, before it reads the first result."""
+    copies, events = copies_of(cut(), 3), []
+    for number, copy in enumerate(copies):
+        for name in ("launch", "finish"):
+            call = getattr(copy, name)
+
+            def noted(call=call, event=(name, number)):
+                events.append(event)
+                return call()
+            setattr(copy, name, noted)
+    problems = [Problem(tuple(ids(3, key)), "", key) for key in range(2)]
+
+    async def generated():
+        async with generator_of(copies) as generator, asyncio.timeout(30):
+            await asyncio.gather(*(generator.generate(p, 2) for p in problems))
+    asyncio.run(generated())
+    step = [("launch", 0), ("launch", 1), ("finish", 0), ("finish", 1)]
+    assert events == step * 4  # a prefill, with the first token, and three steps of decoding
+
+
+# ------------------------------------------------------------------------------ devices and layout
+
+def test_devices():
+    """One name twice is two places; one that is not there is named, not the whole list."""
+    assert devices("cpu,cpu") == devices(" cpu , cpu ") == [torch.device("cpu")] * 2
+    for names in ("nowhere:3", "cpu,nowhere:3", "nowhere:3,cpu"):
+        with pytest.raises(ValueError, match="no device nowhere:3: "):
+            devices(names)
+
+
+@pytest.mark.parametrize("which", ["train_devices", "rollout_devices"])
+def test_a_device_that_is_not_there_is_a_users_mistake(random_folder, tmp_path, which):
+    """In either flag, behind a good one."""
+    with pytest.raises(UserError, match="no device nowhere:3"):
+        train(config(random_folder, tmp_path, **{which: "cpu,nowhere:3"}))
+
+
+def test_stage_edges():
+    """Every layer is in one stage; no stage is two layers longer than another; ends not longer."""
+    assert stage_edges(28, 3) == [0, 9, 19, 28]
+    assert stage_edges(28, 4) == [0, 7, 14, 21, 28]
+    for count in range(1, 9):
+        for layers in range(count, 65):
+            edges = stage_edges(layers, count)
+            sizes = [b - a for a, b in itertools.pairwise(edges)]
+            assert edges[0] == 0 and edges[-1] == layers and len(sizes) == count
+            assert max(sizes) - min(sizes) <= 1
+
+
+@TIED
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+def test_layout_places_every_parameter_once(architecture, tied):
+    """A parameter that stays behind on the first device; a tied embedding away from its head."""
+    config = small_config(architecture, num_hidden_layers=5, tie_word_embeddings=tied)
+    found = layout(config, ["a", "b", "c"])
+    model = AutoModelForCausalLM.from_config(config)
+    for name in model.state_dict():
+        assert len([module for module in found if name.startswith(module + ".")]) == 1, name
+    assert found["model.embed_tokens"] == ("c" if tied else "a")
+    assert found["lm_head"] == found["model.norm"] == "c"
+    assert [found[f"model.layers.{n}"] for n in range(5)] == ["a", "a", "b", "c", "c"]
+
+
+def test_place_moves_what_the_layout_says():
+    """Here `meta` stands for a second device: layers, norm and head go there, the rest stays, and
+    each stage has its own rotary embedding on its device."""
+    model = place(attach(small_model(num_hidden_layers=4).train()), ["cpu", "meta"])
+    for name, p in model.named_parameters():
+        late = re.match(r"model\.layers\.[23]\.|model\.norm|lm_head", name)
+        assert p.device.type == ("meta" if late else "cpu"), name
+    assert [where.type for where, _ in stages(model)] == ["cpu", "meta"]
+    assert [s.rotary_emb.inv_freq.device.type for _, s in stages(model)] == ["cpu", "meta"]
+
+
+@TIED
+def test_place_shares_the_parameters(tied, tmp_path):
+    """Stages with weights of their own would not be trained, or not be saved: parameters, their
+    names and what is saved stay, also when a cut model is copied, or cut again."""
+    model = attach(small_model(num_hidden_layers=4, tie_word_embeddings=tied).train())
+    before, names, state = parameters(model), list(model.state_dict()), model.state_dict()
+    for count in (3, 1, 4):
+        place(model, ["cpu"] * count)
+        assert len(stages(model)) == count
+    copied = frozen_copy(model)
+    for whole in (model, copied):
+        assert list(whole.state_dict()) == names
+        assert_equal(whole.state_dict(), state)
+        assert [id(layer) for _, stage in stages(whole) for layer in stage.layers] == [
+            id(layer) for layer in whole.model.layers]
+        assert [type(stage.norm) is torch.nn.Identity for _, stage in stages(whole)] == (
+            [True] * 3 + [False])
+        assert stages(whole)[-1][1].norm is whole.model.norm
+    assert parameters(model).keys() == before.keys()
+    assert all(p is before[name] for name, p in parameters(model).items())
+    assert not {id(p) for p in before.values()} & {id(p) for p in copied.parameters()}
+    model.save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_equal(stock.state_dict(), state)
+    assert tied == (stock.lm_head.weight is stock.model.embed_tokens.weight)
+
+
+@TIED
+@pytest.mark.parametrize("hooked", [False, True], ids=["one device", "several"])
+def test_load_in_stages(folders, tied, hooked, monkeypatch):
+    """accelerate's hooks, which a map with several devices brings, copy inputs and logits between
+    devices and may run a copy through the original's layers: they are gone, and weights, scores
+    and a copy's scores are those of a plain load."""
+    plain, brought = model_module.AutoModelForCausalLM.from_pretrained, []
+
+    def with_hooks(*args, device_map, **settings):
+        model, report = plain(*args, device_map=device_map, **settings)
+        if hooked:
+            dispatch_model(model, device_map, force_hooks=True)
+        brought.extend(m for m in model.modules() if hasattr(m, "_hf_hook"))
+        return model, report
+    whole, _ = load(str(folders[tied]))
+    monkeypatch.setattr(model_module.AutoModelForCausalLM, "from_pretrained", with_hooks)
+    loaded, _ = load(str(folders[tied]), devices("cpu,cpu,cpu"))
+    assert bool(brought) == hooked and len(stages(loaded)) == 3 and len(stages(whole)) == 1
+    assert not [m for m in loaded.modules() if hasattr(m, "_hf_hook") or hasattr(m, "_old_forward")]
+    assert_equal(loaded.state_dict(), whole.state_dict())
+    assert loaded.training and tied == (loaded.lm_head.weight is loaded.model.embed_tokens.weight)
+    packed, copied = pack(*batch([3, 5], [[4, 1], [2]])), frozen_copy(loaded)
+    expected = token_logprobs(whole, packed)
+    assert torch.equal(token_logprobs(loaded, packed), expected)
+    nudged(loaded)
+    assert torch.equal(token_logprobs(copied, packed), expected)
+    assert torch.equal(token_logprobs(place(copied, ["cpu"]), packed), expected)
+
+
+# ------------------------------------------------------------------------------------------ plans
+
+QWEN7B = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584,
+          "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+          "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
+          "use_sliding_window": False, "sliding_window": None, "tie_word_embeddings": False}
+PLANNED = {"dtype": "bfloat16", "beta": 0.0, "recompute": True, "rows": 64,
+           "max_prompt_tokens": 512, "max_new_tokens": 1024, "micro_batch_tokens": 4096}
+TRAINED = ("parameters", "gradients", "Adam")
+COPIED = "weights (also the old policy's)"
+
+
+@pytest.fixture(scope="module")
+def built():
+    return []
+
+
+@pytest.fixture
+def seven(tmp_path, monkeypatch, built):
+    """A 7B model's configuration; its weights are nowhere. Its modules are built once: it takes a
+    third of a second, and every piece of advice needs six plans."""
+    folder, from_config = tmp_path / "seven", model_module.AutoModelForCausalLM.from_config
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN7B))
+    monkeypatch.setattr(model_module.AutoModelForCausalLM, "from_config",
+                        lambda config: (built or built.append(from_config(config)) or built)[0])
+    return str(folder)
+
+
+def near(*values):
+    return pytest.approx(values, rel=0.02)
+
+
+@pytest.mark.parametrize("count, held, reference, layers", [
+    (1, (113.5,), (14.2 + 1.0,), ["0-27"]), (2, (56.7, 56.7), (7.1 + 1.0, 7.1), ["0-13", "14-27"]),
+    (3, (39.4, 34.8, 39.4), (4.9 + 1.0, 4.3, 4.9), ["0-8", "9-18", "19-27"]),
+    (4, (32.4, 24.3, 24.3, 32.4), (36.5 + 1.0 - 32.4, 3.0, 3.0, 36.5 - 32.4),
+     ["0-6", "7-13", "14-20", "21-27"])])
+def test_plan_of_a_7b_model(seven, count, held, reference, layers):
+    """The arithmetic that decides how many devices a user buys: GiB by part and stage."""
+    *parts, copy = plan(count, 1, model=seven, **PLANNED | {"beta": 0.1})
+    assert [part["layers"] for part in parts] == layers
+    for name, total in zip(TRAINED, (28.4, 28.4, 56.7)):
+        assert sum(part[name] for part in parts) == pytest.approx(total, rel=0.02)
+    assert [sum(part[name] for name in TRAINED) for part in parts] == near(*held)
+    assert [part["reference"] for part in parts] == near(*reference)
+    assert [part["head"] > 0 for part in parts] == [False] * (count - 1) + [True]
+    assert copy["layers"] == "0-27" and copy[COPIED] == pytest.approx(14.2 + 1.0, rel=0.02)
+    tokens = 64 * (512 + 1024)
+    assert copy["slots"] * GIB == pytest.approx(57_344 * tokens)
+
+
+def test_plan_counts_the_settings(seven):
+    """A part that does not follow its flag: no reference without beta, twice the tokens twice the
+    activations, twice the bytes in float32, a copy for each rollout device."""
+    def made(count=4, copies=1, **changes):
+        return plan(count, copies, model=seven, **PLANNED | changes)
+    base, full = made(), made(dtype="float32", beta=0.1)
+    assert all(part["reference"] == 0 for part in base[:4])
+    assert [part["reference"] for part in full[:4]] == pytest.approx(
+        [part["parameters"] for part in full[:4]])
+    assert full[4]["slots"] == 2 * base[4]["slots"]
+    assert full[4][COPIED] == pytest.approx(sum(part["parameters"] for part in full[:4]))
+    more, whole = made(micro_batch_tokens=8192), made(recompute=False)
+    for stage in range(4):
+        assert more[stage]["activations"] == 2 * base[stage]["activations"]
+        assert whole[stage]["activations"] > 3 * base[stage]["activations"]
+    assert whole[0]["activations"] == pytest.approx(4 * whole[3]["activations"])  # 1F1B
+    assert made(copies=3) == [*base, base[4], base[4]]
+
+
+@TIED
+@DTYPES
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_plan_is_what_is_held(tmp_path, architecture, dtype, tied):
+    """The plan against the tensors: policy, reference and inference copy of a small model, byte for
+    byte, whose tied weight counts once and stays in float32."""
+    model = small_model(architecture, num_hidden_layers=4, tie_word_embeddings=tied)
+    model.config.save_pretrained(tmp_path)
+    settings = PLANNED | {"dtype": dtype, "beta": 0.1, "rows": 16, "max_prompt_tokens": 32,
+                          "max_new_tokens": 48}
+    *parts, copy = plan(3, 1, model=str(tmp_path), **settings)
+    frozen = frozen_copy(attach(model), getattr(torch, dtype))
+
+    def size(tensors):
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert sum(part["parameters"] for part in parts) * GIB == size(model.parameters())
+    assert sum(part["reference"] for part in parts) * GIB == size(frozen.parameters())
+    assert copy[COPIED] * GIB == size(frozen.parameters())
+    slots = InferenceCopy(frozen, [], rows=16, longest_prompt=32, max_new_tokens=48,
+                          dtype=getattr(torch, dtype)).slots
+    assert copy["slots"] * GIB == size([*slots.prompts, *slots.responses])
+
+
+def wanted(folder, train_devices="npu:0,npu:1,npu:2,npu:3", rollout_devices="npu:4", **changes):
+    return Config(model=folder, train_devices=train_devices, rollout_devices=rollout_devices,
+                  **PLANNED | changes)
+
+
+def test_a_plan_that_fits(seven):
+    """Devices that train and generate hold both; every device has its line in the table."""
+    table, totals = planned(wanted(seven))
+    assert list(totals) == ["npu:0", "npu:1", "npu:2", "npu:3", "npu:4"]
+    assert [line.split()[:2] for line in table.splitlines()] == [
+        *([f"npu:{n}", "train"] for n in range(4)), ["npu:4", "generate"]]
+    assert max(totals.values()) < 64
+    _, shared = planned(wanted(seven, rollout_devices="npu:1, npu:2"))
+    for name in totals.keys() - {"npu:4"}:
+        more = totals["npu:4"] if name in ("npu:1", "npu:2") else 0
+        assert shared[name] == pytest.approx(totals[name] + more)
+
+
+@pytest.mark.parametrize("changes, device, relief", [
+    ({"recompute": False, "micro_batch_tokens": 16384}, "npu:0", "--recompute"),
+    ({"dtype": "float32", "rows": 256, "max_new_tokens": 2048}, "npu:4", "--dtype bfloat16"),
+    ({"rows": 1024}, "npu:4", "--rows 16"),
+    ({"micro_batch_tokens": 65536}, "npu:0", "--micro-batch-tokens 4096"),
+    ({"train_devices": "npu:0"}, "npu:0", "--train-devices")])
+def test_advice_makes_a_plan_fit(seven, changes, device, relief):
+    """Advice that does not help: the error names the device, its GiB and a flag; that flag
+    makes the plan fit."""
+    with pytest.raises(ValueError) as error:
+        planned(wanted(seven, **changes))
+    message = str(error.value)
+    found = re.match(rf"{device} would hold ([\d.]+) GiB of 64", message)
+    assert found and float(found[1]) > 64 and relief in message
+    advice = message.rpartition(": ")[2].removesuffix(" would fit")
+    for flags in advice.split(" or "):
+        name, _, value = flags.removeprefix("--").removeprefix("more --").partition(" ")
+        name = name.replace("-", "_")
+        if name == "train_devices":
+            planned(wanted(seven, **changes | {name: "npu:0,npu:1,npu:2,npu:3"}))
+        elif name != "rollout_devices":
+            kind = type(getattr(Config(), name))
+            helped = {name: True if kind is bool else kind(value)}
+            planned(dataclasses.replace(wanted(seven, **changes), **helped))
+
+
+@pytest.fixture
+def nothing_loaded(monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("weights were read")
+    monkeypatch.setattr(periodic_async, "load", never)
+    monkeypatch.setattr(model_module.AutoModelForCausalLM, "from_pretrained", never)
+
+
+@pytest.fixture
+def command_line(monkeypatch):
+    """main, whose exit code is raised."""
+    class Gone(BaseException):
+        pass
+
+    def leave(code):
+        raise Gone(code)
+
+    def run(*arguments):
+        try:
+            periodic_async.main(arguments)
+        except Gone as gone:
+            return gone.args[0]
+        return 0
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return run
+
+
+def flags(folder, out, *more):
+    return ("--plan", "--model", folder, "--train-devices", "npu:0,npu:1,npu:2,npu:3", "--out",
+            str(out), "--rollout-devices", "npu:4", "--dtype", "bfloat16", *more)
+
+
+def test_plan_on_the_command_line(seven, tmp_path, capfd, nothing_loaded, command_line):
+    """--plan prints the table and one JSON object, reads no weights, and leaves no folder."""
+    assert command_line(*flags(seven, tmp_path / "out", "--recompute")) == 0
+    *lines, last = capfd.readouterr().out.splitlines()
+    assert sum(line.startswith("npu:") for line in lines) == 5
+    assert all("GiB" in line or line.startswith("npu:") for line in lines)
+    totals = json.loads(last)["plan"]
+    assert list(totals) == [f"npu:{n}" for n in range(5)] and 32 < totals["npu:0"] < 64
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("more", [(), ("--recompute", "--rows", "1024"),
+                                  ("--recompute", "--micro-batch-tokens", "65536")])
+def test_advice_can_be_typed(seven, tmp_path, capfd, nothing_loaded, command_line, more):
+    """The advice of an error, appended to the same command line as it is printed: exit code 0."""
+    assert command_line(*flags(seven, tmp_path, *more)) == 2
+    error, = capfd.readouterr().err.splitlines()
+    advice = error.rpartition(": ")[2].removesuffix(" would fit").split(" or ")
+    assert advice
+    for flag_and_value in advice:
+        assert command_line(*flags(seven, tmp_path, *more, *flag_and_value.split())) == 0
+
+
+def test_a_plan_needs_a_folder_or_hub_id(capfd, tmp_path, command_line):
+    """No traceback for a model that has no configuration."""
+    assert command_line("--plan", "--model", str(tmp_path), "--out", str(tmp_path)) == 2
+    error, = capfd.readouterr().err.splitlines()
+    assert f"no plan for the model {tmp_path}" in error
+
+
+def test_a_run_that_cannot_fit_reads_no_weights(seven, tmp_path, monkeypatch, nothing_loaded):
+    """On accelerators the plan comes before minutes of loading; memory is that of the device."""
+    monkeypatch.setattr(periodic_async, "devices", lambda names: [SimpleNamespace(type="npu")])
+    with pytest.raises(UserError, match=r"npu:0 would hold \d+\.\d GiB of 64"):
+        train(wanted(seven, "npu:0", "npu:0", out=str(tmp_path)))
+    assert gib("npu:0") == 64 and gib("cpu") > 0.5
+    with pytest.raises(AssertionError, match="weights were read"):
+        train(wanted(seven, out=str(tmp_path)))
