@@ -631,7 +631,12 @@ def reward_function(name: str) -> Callable:
     """`math`, or FILE.py:FUNCTION: that file is the only code of a user that a run executes.
     Raises ValueError for one that cannot be loaded."""
     if name == "math":
-        return lambda response, problem: math_reward(response, problem.answer)
+        def plain(response, problem):
+            return math_reward(response, problem.answer)
+
+        async def at_once(response, problem):
+            return math_reward(response, problem.answer)
+        return plain if math_verify else at_once  # a thread costs more than our own comparison
     path, _, function = name.rpartition(":")
     sys.path.insert(0, str(Path(path).parent))  # it may import what lies beside it
     try:
