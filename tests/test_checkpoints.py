@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import periodic_async
 from grpo import arithmetic
-from periodic_async import HARMLESS, Config, UserError, flag, run_period, train
+from periodic_async import HARMLESS, Config, UserError, as_flags, run_period, train
 
 TIMING = {"seconds", "generate_busy", "train_busy", "first_group_seconds", "tail_seconds",
           "copy_seconds"}
@@ -122,7 +122,7 @@ pa.Trainer._train = dying
 
 
 @pytest.mark.parametrize(("schedule", "size", "keep"), [
-    ("async", 6, 1), ("sync", 8, 2)])
+    ("async", 6, 1), pytest.param("sync", 8, 2, marks=pytest.mark.slow)])
 def test_killed_twice_and_resumed_is_uninterrupted(straight, child, tmp_path, schedule, size, keep):
     """A21: kill -9 inside a period, when the files hold more than the checkpoint and half a line;
     a cursor ahead of training, an epoch drawn anew or a tail not cut would show. Twice: the second
@@ -185,7 +185,7 @@ def test_another_schedule_and_harmless_flags_may_change(straight, tmp_path):
                           save_every=2, keep=2, resume=True)
     changed = {f.name for f in dataclasses.fields(Config)
                if getattr(resumed, f.name) != getattr(right.settings, f.name)}
-    assert changed == HARMLESS
+    assert changed == HARMLESS - {"plan"}  # which stops before there is a run
     assert json.loads((out / name(2) / "state.json").read_text())["periods"] == 2
     assert train(resumed)["eval_first"] is not None
     right.assert_same_checkpoint(out, 5, evaluated=True)
@@ -221,7 +221,7 @@ def test_a_flag_that_changes_the_run_is_refused_by_name(straight, random_folder,
         old = getattr(right.settings.checked(), field)
         also = ", problems in --data" if field == "prompt_template" else ""
         assert str(caught.value) == (
-            f"--resume: {out / name(2)} was made with {flag(field)} {old}{also}".strip())
+            f"--resume: {out / name(2)} was made with {as_flags({field: old})}{also}".strip())
     del before[out / "metrics.jsonl"], before[out / "rollouts.jsonl"]
     assert all(path.read_bytes() == was for path, was in before.items())
 

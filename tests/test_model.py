@@ -473,6 +473,7 @@ def test_the_three_prompts_are_a_test(three):
     assert len({len(tokens) for tokens in three.alone[True]}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_samples_do_not_depend_on_rows_or_order(architecture, temperature):

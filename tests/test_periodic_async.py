@@ -48,8 +48,10 @@ def hashes(result):
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"beta": 0.0}, {"loss": "dapo", "inner_steps": 2}, {"loss": "dr_grpo", "rows": 16},
-    {"attention": "repeat"}, {"micro_batch_groups": 3, "mask_truncated": True}],
+    {}, {"beta": 0.0}, {"loss": "dapo", "inner_steps": 2}, *(
+        pytest.param(changes, marks=pytest.mark.slow) for changes in (
+            {"loss": "dr_grpo", "rows": 16}, {"attention": "repeat"},
+            {"micro_batch_groups": 3, "mask_truncated": True}))],
     ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items()) or "default")
 def test_async_is_sync_bit_for_bit(warm_folder, tmp_path, monkeypatch, changes):
     """Both schedules, with and without lent cores: the same tokens and the same weights."""
@@ -71,6 +73,7 @@ def test_seeds_differ(warm_folder, tmp_path):
     assert first["rollouts_sha256"] != other["rollouts_sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SMOLLM2, reason="SMOLLM2 names the folder of the real model")
 def test_real_model_async_is_sync(tmp_path):
     """A real model: hashes equal, and sampled log-probs within 1e-3 of the trained ones."""
@@ -226,6 +229,7 @@ def test_micro_batches_fill_the_token_limit(random_policy, attention):
                 assert tokens(rows[first:last + 1]) > limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["shared", "repeat"])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("loss", LOSSES)
@@ -739,6 +743,7 @@ def test_no_reference_without_beta(random_folder, tmp_path, monkeypatch, beta, c
     assert (models.reference is None) == (beta == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recompute_changes_no_bit(warm_folder, tmp_path, dtype):
     """--recompute: what is in the policy's layers runs twice a pass, under autocast both times, and

@@ -399,10 +399,11 @@ def worth(text, answer, question):
 
 def test_the_math_reward():
     """`math` compares with the gold answer of its problem, and sees the response alone."""
-    reward = reward_function("math")
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: ("#### 42.0", "#### 41", "Is it?")[ids[0]])
+    score = Scorer(reward_function("math"), tokenizer, seconds=5.0)
     problem = Problem((1,), "42", 0, "Is it #### 42?")
-    assert reward("#### 42.0", problem) == 1.0
-    assert reward("#### 41", problem) == reward("Is it?", problem) == 0.0
+    responses = [Response((n,), (-1.0,), True) for n in range(3)]
+    assert asyncio.run(score(problem, responses)) == [1.0, 0.0, 0.0]
 
 
 def test_a_reward_of_ones_own(reward_file):
@@ -676,6 +677,7 @@ def test_one_answer_is_greedy_and_of_the_weights_as_they_are(random_folder, tmp_
     assert found == expected and found[0] != found[1]
 
 
+@pytest.mark.slow
 def test_evaluation_changes_nothing(random_folder, tmp_path, reward_file):
     """Rollouts and weights are those of a run without evaluation: its sampling, its greedy
     temperature and its prompts, longer than those trained on, stay outside."""
@@ -728,6 +730,7 @@ def test_the_last_line_is_json_without_any_reward(random_folder, tmp_path, capsy
 SMOLLM2, GSM8K = os.environ.get("SMOLLM2"), os.environ.get("GSM8K")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GSM8K, reason="GSM8K names a folder with its train.jsonl and test.jsonl")
 def test_real_model_data():
     """Every gold answer of GSM8K scores 1 against itself, after #### and in a box, and 0 against
@@ -742,6 +745,7 @@ def test_real_model_data():
             assert math_reward(form.format(neighbour), gold) == float(same)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (SMOLLM2 and GSM8K), reason="SMOLLM2 and GSM8K name the folders")
 def test_real_model_answers_as_generate_does(tmp_path):
     """Greedy evaluation through the generator: the tokens of `generate`, or others first where its

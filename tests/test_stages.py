@@ -91,6 +91,7 @@ SPLITS = {"a group each": {"micro_batch_groups": 1}, "two": {"micro_batch_groups
           "by tokens": {"micro_batch_groups": 4, "micro_batch_tokens": 24}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss, beta, split, counts", [
     ("grpo", 0.0, "a group each", (2, 4)), ("grpo", 0.1, "by tokens", (3,)),
     ("dr_grpo", 0.0, "two", (3,)), ("dr_grpo", 0.1, "a group each", (4,)),
@@ -125,6 +126,7 @@ def test_stages_and_a_tied_head(unclipped, loss, beta):
         assert found == pytest.approx(metrics, rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss, beta, count", [("grpo", 0.1, 3), ("dapo", 0.0, 2)])
 def test_recompute_in_stages(unclipped, loss, beta, count):
     """--recompute, which runs a stage's layers again inside its own backward pass: same bits."""
@@ -309,6 +311,7 @@ def ran(run, out):
     return summary(run, history), [(h["reward"], h["gradient_norm"], h["loss"]) for h in history]
 
 
+@pytest.mark.slow
 @TIED
 def test_stages_and_copies_change_no_token(folders, rewarded, tmp_path, monkeypatch, tied):
     """A response sampled under other weights, key or row than with one device: every number of
