@@ -99,15 +99,14 @@ def plan(stages: int, copies: int, *, model: str, dtype: str, beta: float, recom
         raise ValueError(f"no plan for the model {model}: {str(error).splitlines()[0]}") from None
     refuse(config)
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()
-    half = 2 if dtype == "bfloat16" else 4
-    tied = model.get_input_embeddings().weight if config.tie_word_embeddings else None
+    copied, half = frozen_copy(model, getattr(torch, dtype)), getattr(torch, dtype).itemsize
+    where, edges = layout(config, range(stages)), stage_edges(config.num_hidden_layers, stages)
 
-    def frozen(module):  # bytes in a copy as `frozen_copy` makes it
-        return sum(p.numel() * (half if isinstance(part, torch.nn.Linear) and p is not tied else 4)
-                   for part in module.modules() for p in part.parameters(recurse=False))
-    edges = stage_edges(config.num_hidden_layers, stages)
+    def weights(model, stage):  # a tied one counts once, as the embedding
+        return sum(p.nbytes for name, p in model.named_parameters() for module, its in where.items()
+                   if name.startswith(f"{module}.") and its == stage) / gib
     hidden, heads = config.hidden_size, config.num_key_value_heads
     size = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     # Of a layer: norms and residuals in float32; queries, keys, values, the MLP's in `half`.
@@ -115,24 +114,19 @@ def plan(stages: int, copies: int, *, model: str, dtype: str, beta: float, recom
                                   + 4 * config.intermediate_size)
     held = []
     for stage in range(stages):
-        modules = [model.get_submodule(module) for module, where in
-                   layout(config, range(stages)).items() if where == stage
-                   and not (module == "lm_head" and tied is not None)]
-        numbers = sum(p.numel() for module in modules for p in module.parameters())
-        layers = edges[stage + 1] - edges[stage]
-        kept = (stages - stage) * layers * 4 * hidden + saved if recompute else (
-            (stages - stage) * layers * saved)
+        own = weights(model, stage)
+        layers = (stages - stage) * (edges[stage + 1] - edges[stage])  # of all micro-batches kept
+        kept = layers * 4 * hidden + saved if recompute else layers * saved
         held.append({"layers": f"{edges[stage]}-{edges[stage + 1] - 1}",
-                     "parameters": 4 * numbers / gib, "gradients": 4 * numbers / gib,
-                     "Adam": 8 * numbers / gib,
-                     "reference": sum(map(frozen, modules)) / gib if beta else 0.0,
+                     "parameters": own, "gradients": own, "Adam": 2 * own,
+                     "reference": weights(copied, stage) if beta else 0.0,
                      "activations": micro_batch_tokens * kept / gib,
                      "head": 12 * HEAD_CHUNK / gib if stage == stages - 1 else 0.0})
     slots = 2 * config.num_hidden_layers * heads * size * half * rows * (
         max_prompt_tokens + max_new_tokens)
-    weights = frozen(model) - (4 * tied.numel() if tied is not None else 0)
-    return held + [{"layers": f"0-{edges[-1] - 1}", "weights (also the old policy's)":
-                    weights / gib, "slots": slots / gib} for _ in range(copies)]
+    whole = sum(p.nbytes for p in copied.parameters()) / gib
+    return held + [{"layers": f"0-{edges[-1] - 1}", "weights (also the old policy's)": whole,
+                    "slots": slots / gib} for _ in range(copies)]
 
 
 def load(name: str, device="cpu", dtype: torch.dtype = torch.float32, *, seed: int = 0) -> tuple:
@@ -169,15 +163,12 @@ def fetch(path: str) -> str:
     once and kept. Raises ValueError that says what to do without a network."""
     if not path.startswith("hub:"):
         return path
-    owner, name, file = [*path.removeprefix("hub:").split("/", 2), "", ""][:3]
     try:
-        if not file:
-            raise ValueError("it must be hub:OWNER/NAME/FILE")
+        owner, name, file = path.removeprefix("hub:").split("/", 2)
         return hf_hub_download(f"{owner}/{name}", file, repo_type="dataset")
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot fetch {path}, a file of the data set {owner}/{name}: without a "
-                         f"network, download it and give its path ({str(error).splitlines()[0]})"
-                         ) from None
+        raise ValueError(f"cannot fetch {path}, to be hub:OWNER/NAME/FILE: without a network, "
+                         f"download it and give its path ({str(error).splitlines()[0]})") from None
 
 
 def stop_ids(model, tokenizer) -> list[int]:

@@ -85,8 +85,8 @@ def as_flags(settings: dict) -> str:
                     for name, value in settings.items())
 
 
-def _default(value, help, choices=None):
-    return field(default=value, metadata={"help": help, "choices": choices})
+def _default(value, help, choices=None, least=1):
+    return field(default=value, metadata={"help": help, "choices": choices, "least": least})
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ class Config:
     data: str = _default("", "problems: a file, or hub:OWNER/NAME/FILE; empty: sums of two digits")
     prompt_template: str = _default("", "text with {question} in it, or a file that holds it")
     reward: str = _default("math", "math, or FILE.py:FUNCTION, called as (response, problem)")
-    reward_seconds: float = _default(10.0, "a call of the reward at most; over it counts 0")
-    seed: int = _default(0, "decides problems, samples and the tiny model")
+    reward_seconds: float = _default(10.0, "a call of the reward; more counts 0", least=1e-3)
+    seed: int = _default(0, "decides problems, samples and the tiny model", least=0)
     # the schedule
     schedule: str = _default("async", "overlap generation and training, or not", ("async", "sync"))
-    periods: int = _default(100, "optimizer steps, times --inner-steps; 0: evaluate and stop")
+    periods: int = _default(100, "steps, of --inner-steps each; 0: evaluate and stop", least=0)
     prompts: int = _default(16, "prompts a period, P")
-    samples: int = _default(16, "responses a prompt, K")
+    samples: int = _default(16, "responses a prompt, K", least=2)
     inner_steps: int = _default(1, "optimizer steps on the same groups, GRPO's mu")
     micro_batch_groups: int | None = _default(None, "groups a micro-batch (1; tiny: 4)")
     micro_batch_tokens: int = _default(16384, "packed tokens at most: one with more is split")
@@ -111,20 +111,20 @@ class Config:
     # rollouts
     max_prompt_tokens: int = _default(512, "longer prompts are skipped and counted")
     max_new_tokens: int | None = _default(None, "tokens a response at most (512; tiny: 8)")
-    temperature: float = _default(1.0, "of sampling, and of the log-probs that are trained")
+    temperature: float = _default(1.0, "of sampling, and of the log-probs trained", least=1e-3)
     rows: int = _default(64, "responses decoded at once")
     # the loss
     loss: str = _default("grpo", "how tokens are averaged", LOSSES)
-    beta: float = _default(0.02, "weight of the KL to the reference; 0: no reference")
-    clip_low: float = _default(0.2, "the ratio is clipped at 1 - this")
-    clip_high: float = _default(0.2, "and at 1 + this")
+    beta: float = _default(0.02, "weight of the KL to the reference; 0: no reference", least=0)
+    clip_low: float = _default(0.2, "the ratio is clipped at 1 - this", least=0)
+    clip_high: float = _default(0.2, "and at 1 + this", least=0)
     mask_truncated: bool = _default(False, "no gradient from responses cut off at the limit")
-    learning_rate: float | None = _default(None, "of AdamW, after warm-up (1e-6; tiny: 2e-4)")
+    learning_rate: float | None = _default(None, "of AdamW once warm (1e-6; tiny: 2e-4)", least=0)
     # evaluation, between periods and at both ends
     eval_data: str = _default("", "held-out problems, as --data; empty: no evaluation")
     eval_every: int = _default(10, "periods from one evaluation to the next")
     eval_samples: int = _default(1, "answers a problem: 1 greedy, more at --temperature, mean")
-    eval_limit: int = _default(0, "the first problems alone; 0: all")
+    eval_limit: int = _default(0, "the first problems alone; 0: all", least=0)
     # the machine
     attention: str = _default("shared", "a prompt: once a group; so too, by mask; once a response",
                               ("shared", "dense", "repeat"))
@@ -136,8 +136,8 @@ class Config:
     plan: bool = _default(False, "print what each device will hold, and stop")
     # what is kept
     out: str = _default("", "folder of metrics, rollouts and checkpoints; empty: runs/<start time>")
-    save_every: int = _default(50, "periods between checkpoints; one at the end; 0: none")
-    keep: int = _default(2, "checkpoints kept, the latest; -1: all")
+    save_every: int = _default(50, "periods between checkpoints; one at the end; 0: none", least=0)
+    keep: int = _default(2, "checkpoints kept, the latest; -1: all", least=-1)
     resume: bool = _default(False, "go on from the latest complete checkpoint in --out")
 
     def checked(self) -> "Config":
@@ -146,16 +146,13 @@ class Config:
         defaults = {**defaults, "out": time.strftime(RUNS)}
         config = dataclasses.replace(self, **{name: value for name, value in defaults.items()
                                               if getattr(self, name) in (None, "")})
-        least = {"seed": 0, "samples": 2, "temperature": 1e-3, "beta": 0, "clip_low": 0,
-                 "clip_high": 0, "learning_rate": 0, "periods": 0, "eval_limit": 0,
-                 "reward_seconds": 1e-3, "save_every": 0, "keep": -1}
         for f in dataclasses.fields(config):
-            value, choices = getattr(config, f.name), f.metadata["choices"]
-            low = least.get(f.name, 1)
+            value = getattr(config, f.name)
+            choices, least = f.metadata["choices"], f.metadata["least"]
             if choices and value not in choices:
                 raise ValueError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value}")
-            if not isinstance(value, (str, bool)) and not low <= value < float("inf"):
-                raise ValueError(f"{flag(f.name)} must be {low} or more, not {value}")
+            if not isinstance(value, (str, bool)) and not least <= value < float("inf"):
+                raise ValueError(f"{flag(f.name)} must be {least} or more, not {value}")
         if not config.periods and not config.eval_data:
             raise ValueError("--periods 0 evaluates and stops: it needs --eval-data")
         if config.keep == 0 or (config.resume and not self.out):
@@ -353,20 +350,12 @@ class MicroBatch:
     reference: Tensor | None = None
 
 
-class Flight:
-    """One micro-batch on its way back: the loss, and (output, next input) of the cuts between the
-    stages. `backward(stage)` is one stage's backward pass; the last stage's comes first."""
-
-    def __init__(self, loss: Tensor, cuts: list[tuple[Tensor, Tensor]]):
-        self.loss, self.cuts = loss, cuts
-
-    def backward(self, stage: int) -> None:
-        if stage == len(self.cuts):
-            self.loss.backward()
-        else:
-            output, taken = self.cuts[stage]
-            output.backward(taken.grad.to(output.device, non_blocking=True))
-            self.cuts[stage] = None  # frees the graph
+def backward(flight: list, stage: int) -> None:
+    """One stage's backward pass of a micro-batch in flight, the last stage's first. `flight` holds
+    (output, what the next stage took in) of every stage; the last puts out the loss."""
+    output, taken = flight[stage]
+    flight[stage] = None  # frees the graph
+    output.backward(taken if taken is None else taken.grad.to(output.device, non_blocking=True))
 
 
 class Trainer:
@@ -472,7 +461,7 @@ class Trainer:
         for stage in reversed(range(self.stages)):
             number = newest - (self.stages - 1 - stage)
             if 0 <= number < len(self.flights):
-                self.flights[number].backward(stage)
+                backward(self.flights[number], stage)
 
     def _drain(self) -> None:
         """The backward passes still to come after the last forward pass."""
@@ -489,7 +478,7 @@ class Trainer:
         loss, sums = grpo_loss(policy, batch.old, batch.reference, batch.advantages, batch.weights,
                                clip_low=self.config.clip_low, clip_high=self.config.clip_high,
                                beta=self.config.beta)
-        self.flights.append(Flight(loss, cuts))
+        self.flights.append([*cuts, (loss, None)])
         self._backward_passes(len(self.flights) - 1)
         if first:
             gap = (policy.detach() - batch.sampled).abs()
@@ -608,20 +597,18 @@ class Scorer:
 
 
 def in_thread(function: Callable, *args) -> asyncio.Future:
-    """Call a function in a thread of its own that nobody waits for at the end of the process, as
-    an executor's threads are waited for."""
+    """Call a function in a daemon thread of its own: at its end the process would wait for a stuck
+    thread of an executor."""
     future = Future()
+    future.set_running_or_notify_cancel()  # its caller may go away; the result still has a place
 
     def call():
-        if not future.set_running_or_notify_cancel():
-            return  # nobody waits for it any more
         try:
             future.set_result(function(*args))
-        except StopIteration as error:  # no future can hold one
-            failure = RuntimeError("the reward raised StopIteration")
-            failure.__cause__ = error
-            future.set_exception(failure)
         except BaseException as error:
+            if isinstance(error, StopIteration):  # which no asyncio future can hold
+                stop, error = error, RuntimeError("the reward raised StopIteration")
+                error.__cause__ = stop
             future.set_exception(error)
     threading.Thread(target=call, daemon=True).start()
     return asyncio.wrap_future(future)
@@ -829,12 +816,10 @@ def restore(config: Config, out: Path, problems_sha256: str, policy) -> dict:
         return {"history": [], "problems_sha256": problems_sha256, "eval_first": None,
                 "rollouts_sha256": "", "rollouts_bytes": 0}
     for folder in sorted(out.glob("period-*"), reverse=True):
-        try:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of a damaged one
             state = json.loads((folder / "state.json").read_text())
             if state["files"] == digests(folder):
                 break
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # said in the next line
         print(f"{folder} is damaged: the checkpoint before it is used")
     else:
         raise ValueError(f"--resume: no whole checkpoint in {out}")

@@ -6,7 +6,8 @@ Uniform: every response has 64 tokens. Mixed: responses end after 8 to 128 token
 fixed in advance on both sides; `generate` works on batches of `--rows` until each one's longest
 response is complete.
 Decode step: the whole step beside its matrix products alone, with the same shapes and cold weights:
-those of its `Linear` modules (`decode_over_matmul`), and of attention too (`.._over_all_matmul`).
+all of them, attention's too (`decode_over_matmul`), and those of its `Linear` modules alone
+(`decode_over_linear`).
 """
 import argparse
 import json
@@ -143,13 +144,14 @@ def main():
         assert tokens == their_tokens
         result |= {f"{name}_speedup": their_seconds / seconds,
                    f"{name}_tokens_per_second": tokens / seconds,
-                   f"{name}_decode_over_matmul": over_linear,
-                   f"{name}_decode_over_all_matmul": over_all}
+                   f"{name}_decode_over_linear": over_linear,
+                   f"{name}_decode_over_matmul": over_all}
         print(f"{name:8}{tokens / seconds:10.1f}{tokens / their_seconds:10.1f}   "
               f"{their_seconds / seconds:.2f}x; decode step {step:.0f} ms, its Linear products "
               f"{linear:.0f} ({over_linear:.2f}x), attention's {attention:.0f} ({over_all:.2f}x)",
               flush=True)
-    result["decode_over_matmul"] = result["uniform_decode_over_matmul"]
+    result |= {key: result[f"uniform_{key}"]
+               for key in ("decode_over_matmul", "decode_over_linear")}
     print(json.dumps(result))
 
 

@@ -146,12 +146,16 @@ def gradient_of(policy, groups, **changes):
     return gradient
 
 
-def two_steps(policy, groups, **changes):
+def two_steps(policy, groups, update=None, **changes):
     """Of both inner steps of a period: weights met, and gradient. The update is smooth in the
-    gradient: AdamW's own first one is its sign, which rounding turns around near 0."""
+    gradient: AdamW's own first one is its sign, which rounding turns around near 0; or it is
+    given, as the weights that the second step shall meet."""
     trainer = made_trainer(policy, prompts=len(groups), inner_steps=2, learning_rate=0.5, **changes)
     for group in trainer.optimizer.param_groups:
         group["eps"] = 1.0
+    if update is not None:
+        trainer.optimizer.register_step_post_hook(
+            lambda *_: policy.load_state_dict(update, strict=False))
     steps, metrics = trained(trainer, groups)
     return *steps, trainer.models.reference, metrics
 
