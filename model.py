@@ -74,6 +74,7 @@ def place(model, places: Sequence):
     the last alone has the norm. Returns the model. The parameters stay the model's own."""
     for name, where in layout(model.config, places).items():
         model.get_submodule(name).to(where)
+    model.tie_weights()  # on its way to an NPU a parameter becomes a new one
     base, model.stages = model.base_model, []
     edges = stage_edges(len(base.layers), len(places))
     for number, where in enumerate(map(torch.device, places)):

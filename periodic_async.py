@@ -517,7 +517,8 @@ class Trainer:
         """Scale (`dapo`), clip, step. A gradient that is not finite changes nothing but the count
         of such steps in a row: clipping would make every weight NaN. Returns the norm."""
         if self._loss_scale() != 1:
-            torch._foreach_mul_([p.grad for p in self.parameters], self._loss_scale())
+            for p in self.parameters:
+                p.grad.mul_(self._loss_scale())
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM))
         self.bad_steps = 0 if np.isfinite(norm) else self.bad_steps + 1
         if self.bad_steps == BAD_STEPS:
