@@ -97,11 +97,11 @@ class Config:
     data: str = _default("", "problems: a file, or hub:OWNER/NAME/FILE; empty: sums of two digits")
     prompt_template: str = _default("", "text with {question} in it, or a file that holds it")
     reward: str = _default("math", "math, or FILE.py:FUNCTION, called as (response, problem)")
-    reward_seconds: float = _default(10.0, "a call of the reward; more counts 0", least=1e-3)
+    reward_seconds: float = _default(10.0, "limit of a reward call; over it counts 0", least=1e-3)
     seed: int = _default(0, "decides problems, samples and the tiny model", least=0)
     # the schedule
     schedule: str = _default("async", "overlap generation and training, or not", ("async", "sync"))
-    periods: int = _default(100, "steps, of --inner-steps each; 0: evaluate and stop", least=0)
+    periods: int = _default(100, "to train; 0: evaluate and stop", least=0)
     prompts: int = _default(16, "prompts a period, P")
     samples: int = _default(16, "responses a prompt, K", least=2)
     inner_steps: int = _default(1, "optimizer steps on the same groups, GRPO's mu")
