@@ -53,7 +53,9 @@ class Packed:
         """Itself, or its one copy on another device."""
         if device == self.input_ids.device:
             return self
-        return self._copies.setdefault(device, self.to(device))
+        if device not in self._copies:
+            self._copies[device] = self.to(device)
+        return self._copies[device]
 
     @cached_property
     def _copies(self) -> dict:
@@ -122,6 +124,7 @@ def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence
     table = np.zeros(groups * width + rows * response_width, dtype=np.int64)
     table[restore] = place
     filling = (0, -len(place) % multiple)
+    # In the order of the fields of Packed.
     return Packed(*(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)) for x in (
         np.pad(ids, filling)[None], np.pad(position, filling)[None], predictor[in_response],
         ids[in_response], number[piece][in_response], length[~is_prompt],
@@ -164,10 +167,11 @@ class Slots:
         keys[self.slot, :, :, self.place] = key[:n].to(keys.dtype)
         values[self.slot, :, self.place] = value[:n].to(values.dtype)
 
-    def at(self, lengths: Tensor, places: Tensor, lanes: Tensor,
-           lane_of_row: Tensor, widths: tuple[int, int]) -> "Slots":
+    def at(self, lengths: Tensor, places: Tensor, slot: Tensor, lane: Tensor, lanes: Tensor,
+           widths: tuple[int, int]) -> None:
         """Aim a decode step. Row i has a prompt of lengths[i] tokens and writes its places[i];
-        lanes (slots, K) are the rows that read each prompt slot, lane_of_row their inverse."""
+        lanes (slots, K) are the rows that read each prompt slot: row i is lanes[slot[i], lane[i]].
+        """
         self.into(self.responses, torch.arange(len(places), device=places.device), places)
         self.widths, self.count = widths, len(lanes)
         prompt, own = (torch.arange(width, device=places.device) for width in widths)
@@ -177,9 +181,7 @@ class Slots:
         heads, k = self.prompts[0].shape[2], lanes.shape[1]
         head = torch.arange(heads, device=places.device)
         self.to_lanes = (lanes[:, None, :] * heads + head[:, None]).flatten()
-        lane = lane_of_row[:, None]
-        self.to_rows = (lane + (lane // k * (heads - 1) + head) * k).flatten()
-        return self
+        self.to_rows = ((slot[:, None] * heads + head) * k + lane[:, None]).flatten()
 
     def _with_prompts(self, x: Tensor, stored: Tensor) -> Tensor:
         """Products of x (rows * heads, g, n) with what each row's prompt slot holds, (slots, heads,

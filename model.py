@@ -53,8 +53,7 @@ def devices(names: str) -> list[torch.device]:
 
 
 def stage_edges(layers: int, stages: int) -> list[int]:
-    """Where each stage's layers begin, and the end: ends of a pipeline carry embedding and head, so
-    of 28 layers in three stages the middle gets 10."""
+    """Where each stage's layers begin, and the end; their numbers differ by one at most."""
     return [round(layers * stage / stages) for stage in range(stages + 1)]
 
 
@@ -79,7 +78,7 @@ def place(model, places: Sequence):
     edges = stage_edges(len(base.layers), len(places))
     for number, where in enumerate(map(torch.device, places)):
         stage = copy.copy(base)
-        stage._modules = dict(base._modules)
+        stage._modules = dict(base._modules)  # which a shallow copy shares
         stage.layers = base.layers[edges[number]:edges[number + 1]]
         stage.rotary_emb = copy.deepcopy(base.rotary_emb).to(where)
         if number < len(places) - 1:
@@ -236,21 +235,20 @@ def token_logprobs(model, packed: Packed, temperature: float = 1.0, sums: dict |
     embedding = model.get_input_embeddings()
     hidden = embedding(packed.on(embedding.weight.device).input_ids)
     for number, (where, stage) in enumerate(stages(model)):
-        packed, given = packed.on(where), hidden.to(where, non_blocking=True)
+        here, given = packed.on(where), hidden.to(where, non_blocking=True)
         if number and cuts is not None:
             given = given.detach().requires_grad_()
             cuts.append((hidden, given))
-        hidden = stage(inputs_embeds=given, position_ids=packed.position_ids, packed=packed,
+        hidden = stage(inputs_embeds=given, position_ids=here.position_ids, packed=here,
                        use_cache=False).last_hidden_state
-    hidden = hidden[0]
     # index_select, not hidden[...]: a prompt's last place occurs K times, and only the backward
     # pass of index_select adds those gradients in a fixed order.
     # Filled up to a multiple of 8 rows: below one the bits of the products depend on threads.
-    tokens = len(packed.targets)
+    tokens = len(here.targets)
     filling = (0, -tokens % 8)
     logprobs, entropy = _HeadLogprobs.apply(
-        hidden.index_select(0, pad(packed.predictors, filling)),
-        model.get_output_embeddings().weight, pad(packed.targets, filling), temperature)
+        hidden[0].index_select(0, pad(here.predictors, filling)),
+        model.get_output_embeddings().weight, pad(here.targets, filling), temperature)
     if sums is not None:
         sums["entropy_sum"] = entropy[:tokens].sum()
     return logprobs[:tokens]
@@ -316,6 +314,7 @@ class _HeadLogprobs(torch.autograd.Function):
                     total.addmm_(d.T, low[rows])
                 else:
                     total += d.T @ low[rows]
+        # Of the weight nothing more, where its gradient was added to above.
         return grad_hidden, None if total is weight.grad else total, None, None
 
 
@@ -357,7 +356,9 @@ class InferenceCopy:
     `submit` queues K responses to a prompt. `launch` prefills the earliest prompts if rows are free
     and nothing prefilled waits for one, else it decodes one token a row; `finish` reads the sampled
     tokens, a step's one read, and returns the responses that ended. In between, one thread launches
-    other copies. Rows are multiples of 8: else the bits of a product depend on threads."""
+    other copies. A response is waiting, staged once its prompt is prefilled, in a row, returned;
+    after `finish` one is staged only while every row is taken.
+    Rows are multiples of 8: else the bits of a product depend on threads."""
 
     def __init__(self, model, stop: Sequence[int], *, rows: int, longest_prompt: int,
                  max_new_tokens: int, temperature: float = 1.0,
@@ -377,7 +378,6 @@ class InferenceCopy:
         self.slot, self.length, self.count = (np.zeros(rows, dtype=np.int64) for _ in range(3))
         self.ids = np.zeros((rows, max_new_tokens), dtype=np.int64)
         self.logprobs, self.uniforms = np.zeros((2, rows, max_new_tokens), dtype=np.float32)
-        self.open = np.zeros(rows, dtype=np.int64)  # of each prompt slot: responses not ended
         self.waiting: deque = deque()  # (ticket, prompt ids, uniforms), not yet prefilled
         self.staged: deque = deque()   # ((ticket, sample), prompt slot, prompt length, uniforms,
                                        # first token, its log-prob): prefilled, without a row yet
@@ -429,9 +429,10 @@ class InferenceCopy:
         while self.waiting and responses < rows and tokens < PREFILL_TOKENS:
             chosen.append(self.waiting.popleft())
             tokens, responses = tokens + len(chosen[-1][1]), responses + len(chosen[-1][2])
-        slots = np.flatnonzero(self.open == 0)[:len(chosen)]  # a prompt's slot is a row's at most
+        # Prompt slots that no row reads: nothing is staged, and there are as many slots as rows.
+        free = np.setdiff1d(np.arange(len(self.request)), self.slot[:self.live])[:len(chosen)]
         packed = pack([prompt for _, prompt, _ in chosen], [[]] * len(chosen), multiple=8)
-        slot_of_token = torch.from_numpy(slots)[packed.group_of_place[:tokens]].to(self.device)
+        slot_of_token = torch.from_numpy(free)[packed.group_of_place[:tokens]].to(self.device)
         packed = packed.to(self.device)
         self.slots.into(self.slots.prompts, slot_of_token, packed.position_ids[0, :tokens])
         hidden = self.model.base_model(input_ids=packed.input_ids, packed=packed, slots=self.slots,
@@ -447,19 +448,18 @@ class InferenceCopy:
 
         def take(sampled):
             first = zip(*sampled)
-            for (ticket, prompt, uniforms), slot in zip(chosen, slots):
-                self.open[slot] = len(uniforms)
+            for (ticket, prompt, uniforms), slot in zip(chosen, free):
                 self.staged.extend(((ticket, sample), slot, len(prompt), row, *next(first))
                                    for sample, row in enumerate(uniforms))
         return sampled, take
 
     def _start(self) -> None:
         """Give the free rows to responses whose prompts are prefilled."""
-        first, self.live = self.live, min(len(self.request), self.live + len(self.staged))
-        for row in range(first, self.live):
+        while self.staged and self.live < len(self.request):
+            row, self.live = self.live, self.live + 1
             (self.request[row], self.slot[row], self.length[row], self.uniforms[row],
              self.ids[row, 0], self.logprobs[row, 0]) = self.staged.popleft()
-        self.count[first:self.live] = 1
+            self.count[row] = 1
 
     def decode(self) -> tuple[Tensor, Callable]:
         """One token for every row in flight; returns as `prefill` does."""
@@ -470,14 +470,13 @@ class InferenceCopy:
         lane = np.tril(slot[:, None] == slot, -1).sum(1)
         lanes = np.zeros((_up(slot.max() + 1, 4), _up(lane.max() + 1, 4)), dtype=np.int64)
         lanes[slot, lane] = rows
-        # The newest token, number count - 1, goes to that place of the response; not in the slots.
-        state = np.stack([self.ids[rows, count - 1], length, count - 1,
-                          slot * lanes.shape[1] + lane])
-        token, length, place, lane_of_row = torch.from_numpy(
+        # The newest token is number count - 1: this step stores its key and value at that place.
+        widths = _up(length.max(), WIDTH_STEP), _up(count.max(), WIDTH_STEP)
+        state = np.stack([self.ids[rows, count - 1], length, count - 1, slot, lane])
+        token, length, place, slot, lane = torch.from_numpy(
             np.pad(state, ((0, 0), filling))).to(self.device, non_blocking=True)
-        slots = self.slots.at(length, place, torch.from_numpy(lanes).to(self.device), lane_of_row,
-                              (_up(state[1].max(), WIDTH_STEP), _up(count.max(), WIDTH_STEP)))
-        hidden = self.model.base_model(input_ids=token[:, None], slots=slots, use_cache=False,
+        self.slots.at(length, place, slot, lane, torch.from_numpy(lanes).to(self.device), widths)
+        hidden = self.model.base_model(input_ids=token[:, None], slots=self.slots, use_cache=False,
                                        position_ids=(length + place)[:, None]).last_hidden_state
         logits = _wide(self.model.get_output_embeddings()(hidden[:, 0]))
 
@@ -521,7 +520,6 @@ class InferenceCopy:
             n = self.count[row]
             ended.append((*self.request[row], self.ids[row, :n].tolist(),
                           self.logprobs[row, :n].tolist(), bool(stopped[row])))
-            self.open[self.slot[row]] -= 1
             self.live -= 1
             for state in (self.request, self.slot, self.length, self.count, self.ids,
                           self.logprobs, self.uniforms):

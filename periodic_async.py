@@ -27,6 +27,7 @@ import json
 import math
 import os
 import runpy
+import shlex
 import shutil
 import signal
 import sys
@@ -34,7 +35,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,8 +81,8 @@ def flag(name: str) -> str:
 
 def as_flags(settings: dict) -> str:
     """As the command line takes them."""
-    return " ".join({True: flag(name), False: f"--no-{flag(name)[2:]}"}[value]
-                    if isinstance(value, bool) else f"{flag(name)} {value}"
+    return " ".join(flag(name if value else f"no_{name}") if isinstance(value, bool)
+                    else f"{flag(name)} {shlex.quote(str(value))}"
                     for name, value in settings.items())
 
 
@@ -142,8 +143,7 @@ class Config:
 
     def checked(self) -> "Config":
         """With model-dependent defaults filled in. Raises ValueError naming the flag at fault."""
-        defaults = TINY if self.model == "tiny" else OTHER
-        defaults = {**defaults, "out": time.strftime(RUNS)}
+        defaults = (TINY if self.model == "tiny" else OTHER) | {"out": time.strftime(RUNS)}
         config = dataclasses.replace(self, **{name: value for name, value in defaults.items()
                                               if getattr(self, name) in (None, "")})
         for f in dataclasses.fields(config):
@@ -229,7 +229,8 @@ class Worker:
         self.shared = shared or self.own
 
     async def run(self, name: str, function: Callable, *args):
-        """Call a function in a thread; a span of the timeline under `name`."""
+        """Call a function in a thread; a span of the timeline under `name`. The one named `step`
+        always has all cores."""
         # The rounding of a step's gradient norm depends on the number of threads: always the same.
         alone = name == "step" or (LENDING and not (self.other and self.other.needed))
         where, cores = (self.shared, CORES) if alone else (self.own, max(1, CORES // 2))
@@ -251,7 +252,8 @@ class Worker:
 
 
 def thread(name: str) -> ThreadPoolExecutor:
-    """One thread. It asks for its number of torch threads: the first time sets any other's last."""
+    """One thread, whose pool torch sets up now: done later, that would undo the `set_num_threads`
+    of other threads."""
     return ThreadPoolExecutor(1, name, initializer=torch.get_num_threads)
 
 
@@ -350,14 +352,6 @@ class MicroBatch:
     reference: Tensor | None = None
 
 
-def backward(flight: list, stage: int) -> None:
-    """One stage's backward pass of a micro-batch in flight, the last stage's first. `flight` holds
-    (output, what the next stage took in) of every stage; the last puts out the loss."""
-    output, taken = flight[stage]
-    flight[stage] = None  # frees the graph
-    output.backward(taken if taken is None else taken.grad.to(output.device, non_blocking=True))
-
-
 class Trainer:
     """Accumulates the gradient of a period; `step` applies it. A micro-batch is a fixed number of
     groups in the order they come, never what happens to wait: every rounding is that of `sync`."""
@@ -365,7 +359,9 @@ class Trainer:
     def __init__(self, models: TriModel, worker: Worker, config: Config):
         self.models, self.worker, self.config = models, worker, config
         self.version, self.bad_steps = 0, 0  # periods trained; steps in a row without a gradient
-        self.stages, self.flights = len(stages(models.policy)), []
+        # Micro-batches on their way back, each a list of (output, what the next stage took in) of
+        # the stages whose backward passes are still to come; the last stage puts out the loss.
+        self.flights: list[list[tuple[Tensor, Tensor | None]]] = []
         self.parameters = [p for p in models.policy.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate,
                                            weight_decay=0.0, fused=True)
@@ -377,6 +373,7 @@ class Trainer:
 
     def _start_period(self):
         self.groups, self.batches = [], []  # not yet in a micro-batch; kept for inner steps
+        # Of the metrics; groups without a pass; tokens that are not masked, theirs included.
         self.sums, self.skipped, self.unmasked_tokens = {}, 0, 0
 
     async def consume(self, group: Group) -> None:
@@ -429,7 +426,8 @@ class Trainer:
 
     def _fitting(self, rows: list[tuple]) -> int:
         """How many rows (prompt, response, advantage, is it kept) pack into --micro-batch-tokens,
-        1 at least. Any split is exact: the loss is a sum over responses."""
+        1 at least; those of a group share one prompt object. Any split is exact: the loss is a sum
+        over responses."""
         tokens, before = 0, None
         for number, (prompt, response, *_) in enumerate(rows):
             shared = prompt is before and self.config.attention != "repeat"
@@ -454,20 +452,15 @@ class Trainer:
         return MicroBatch(*(x.to(self.models.device)
                             for x in (packed, advantages[of], weights[of], sampled)))
 
-    def _backward_passes(self, newest: int) -> None:
-        """The launches that follow the forward pass of micro-batch number `newest` (1F1B): on stage
-        s, from the last to the first, the backward pass of number newest - (S - 1 - s). Streams are
-        in order: a whole backward pass at once would leave the devices idle."""
-        for stage in reversed(range(self.stages)):
-            number = newest - (self.stages - 1 - stage)
-            if 0 <= number < len(self.flights):
-                backward(self.flights[number], stage)
-
-    def _drain(self) -> None:
-        """The backward passes still to come after the last forward pass."""
-        for later in range(self.stages - 1):
-            self._backward_passes(len(self.flights) + later)
-        self.flights.clear()
+    def _backward_passes(self) -> None:
+        """What follows a forward pass (1F1B): every micro-batch in flight, the newest first, goes
+        back by one stage. Streams are in order: a whole backward pass at once would leave the
+        devices idle."""
+        for flight in reversed(self.flights):
+            output, taken = flight.pop()
+            output.backward(taken if taken is None
+                            else taken.grad.to(output.device, non_blocking=True))
+        self.flights = [flight for flight in self.flights if flight]
 
     def _backward(self, batch: MicroBatch) -> None:
         first, entropy, cuts = batch.old is None, {}, []
@@ -479,7 +472,7 @@ class Trainer:
                                clip_low=self.config.clip_low, clip_high=self.config.clip_high,
                                beta=self.config.beta)
         self.flights.append([*cuts, (loss, None)])
-        self._backward_passes(len(self.flights) - 1)
+        self._backward_passes()
         if first:
             gap = (policy.detach() - batch.sampled).abs()
             sums |= {"gap_sum": gap.sum(), "first_tokens": gap.numel(), **entropy}
@@ -492,7 +485,8 @@ class Trainer:
             if inner:
                 for batch in self.batches:
                     self._backward(batch)
-            self._drain()
+            while self.flights:
+                self._backward_passes()
             norm = self._optimizer_step()
             if self.bad_steps:
                 break  # the weights did not move: the next pass would be the same
@@ -652,8 +646,8 @@ def read_prompts(config: Config, source: str, least: int, tokenizer) -> list[Pro
                     key, question) for key, (question, gold) in enumerate(read)]
     fitting = [row for row in rows if len(row.prompt_ids) <= config.max_prompt_tokens]
     if len(fitting) < len(rows):
-        print(f"{path}: {len(rows) - len(fitting)} of {len(rows)} prompts are longer than "
-              f"--max-prompt-tokens {config.max_prompt_tokens}, and skipped")
+        print(f"{path or 'arithmetic'}: {len(rows) - len(fitting)} of {len(rows)} prompts are "
+              f"longer than --max-prompt-tokens {config.max_prompt_tokens}, and skipped")
     if len(fitting) < least:
         raise ValueError(f"{path or 'arithmetic'}: {len(rows)} problems read, {len(fitting)} kept, "
                          f"but {flag(source)} with --prompts {config.prompts} needs {least}")
@@ -673,10 +667,13 @@ def gib(name: str) -> float:
 def planned(config: Config) -> tuple[str, dict[str, float]]:
     """A table of what every device will hold, and GiB of each. Raises ValueError for a plan that
     does not fit, with the flag that would make it fit."""
+    def named(listed):  # npu is npu:0
+        return [name if ":" in name or name == "cpu" else f"{name}:0"
+                for name in listed.replace(" ", "").split(",")]
+
     def held(config):
-        train = (config.train_devices or str(devices("")[0])).replace(" ", "").split(",")
-        rollout = config.rollout_devices.replace(" ", "").split(",") if (
-            config.rollout_devices) else train[:1]
+        train = named(config.train_devices or str(devices("")[0]))
+        rollout = named(config.rollout_devices) if config.rollout_devices else train[:1]
         roles = [*(f"{name} train" for name in train), *(f"{name} generate" for name in rollout)]
         parts = list(zip(roles, plan(len(train), len(rollout), **vars(config))))
         totals = defaultdict(float)
@@ -704,7 +701,7 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
     for half_written in out.glob(".period-*"):
         shutil.rmtree(half_written)
     train_on = devices(config.train_devices)
-    if train_on[0].type != "cpu" and config.model != "tiny":
+    if train_on[0].type != "cpu" and config.model != "tiny" and config.periods:
         planned(config)
     rollout_on = devices(config.rollout_devices or str(train_on[0]))
     dtype = getattr(torch, config.dtype)
@@ -719,9 +716,10 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
     held_out = [dataclasses.replace(problem, key=EVAL_KEYS + problem.key)
                 for problem in held_out[:config.eval_limit or None]]
     longest = max(len(problem.prompt_ids) for problem in [*rows, *held_out])
-    problems = hashlib.sha256(repr([(r.prompt_ids, r.answer) for r in rows]).encode()).hexdigest()
+    problems_sha256 = hashlib.sha256(
+        repr([(r.prompt_ids, r.answer) for r in rows]).encode()).hexdigest()
     reference = frozen_copy(policy, dtype) if config.beta and config.periods else None
-    state = restore(config, out, problems, policy)
+    state = restore(config, out, problems_sha256, policy)
     copies = [InferenceCopy(place(frozen_copy(policy, dtype), [where]), stop_ids(policy, tokenizer),
                             rows=config.rows, longest_prompt=longest,
                             max_new_tokens=config.max_new_tokens, **settings)
@@ -769,14 +767,13 @@ def save(run, out: Path) -> None:
         shutil.copy(out / "metrics.jsonl", folder)
         state = run.state | {
             "periods": trainer.version, "bad_steps": trainer.bad_steps,
-            "prompts_trained": trainer.version * run.config.prompts,
             "config": vars(run.config), "files": digests(folder)}
         (folder / "state.json").write_text(json.dumps(state, indent=1))
-        for path in [*folder.iterdir(), folder, out / "rollouts.jsonl"]:
-            sync(path)
+        for path in [*folder.rglob("*"), folder, out / "rollouts.jsonl"]:
+            to_disk(path)
         shutil.rmtree(final, ignore_errors=True)  # a damaged one that was not resumed from
         folder.rename(final)
-        sync(out)
+        to_disk(out)
     except Exception as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise OSError(f"{final} could not be saved: {error}") from error
@@ -793,14 +790,15 @@ def checkpoints(out: Path) -> list[Path]:
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file of a checkpoint but state.json, which holds them."""
     found = {}
-    for path in folder.iterdir():
-        if path.name != "state.json":
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != "state.json":
             with open(path, "rb") as file:
-                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+                name = str(path.relative_to(folder))
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
 
-def sync(path: Path) -> None:
+def to_disk(path: Path) -> None:
     """Force a file or a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
@@ -835,6 +833,11 @@ def restore(config: Config, out: Path, problems_sha256: str, policy) -> dict:
     shutil.copy(folder / "metrics.jsonl", out)
     state["history"] = [{name: math.nan if value is None else value for name, value in
                          json.loads(line).items()} for line in open(out / "metrics.jsonl")]
+    if any(state["config"].get(name) != getattr(config, name)
+           for name in ("eval_data", "eval_samples", "eval_limit")):
+        state["eval_first"] = None  # its results compare with none of this evaluation's
+        for metrics in state["history"]:
+            metrics.pop("eval_reward", None)
     return state
 
 
@@ -878,25 +881,26 @@ def as_json(record: dict) -> str:
     return json.dumps({name: plain(value) for name, value in record.items()})
 
 
-def rollout_records(run, period: int, groups: Sequence[Group]) -> Iterator[dict]:
-    """What rollouts.jsonl says of a period's responses. Chains their ids to the run's digest."""
+def write_rollouts(run, period: int, groups: Sequence[Group], file) -> None:
+    """A period's responses, one JSON object each. Chains their ids to the run's digest."""
     digest = hashlib.sha256(run.state["rollouts_sha256"].encode())
     for group in groups:
         for response, reward in zip(group.responses, group.rewards):
             digest.update(np.array([-1, *response.ids]).tobytes())
-            yield {"period": period, "key": group.problem.key, "problem": group.problem.question,
-                   "response": run.score.text(response), "reward": reward,
-                   "finished": response.finished}
-    run.state["rollouts_sha256"] = digest.hexdigest()
+            print(as_json({"period": period, "key": group.problem.key,
+                           "problem": group.problem.question, "response": run.score.text(response),
+                           "reward": reward, "finished": response.finished}), file=file)
+    file.flush()
+    run.state |= {"rollouts_sha256": digest.hexdigest(), "rollouts_bytes": file.tell()}
 
 
 async def run_periods(run, out: Path) -> list[dict]:
     """The loop of a run. Returns the metrics of every period, as metrics.jsonl holds them."""
     config, trainer, timeline, history = run.config, run.trainer, run.timeline, run.history
     with (open(out / "metrics.jsonl", "a" if config.resume else "w") as log,
-          open(out / "rollouts.jsonl", "a" if config.resume else "w", encoding="utf-8") as rollouts,
+          open(out / "rollouts.jsonl", "a", encoding="utf-8") as rollouts,
           tqdm(initial=len(history), total=config.periods, unit="period", disable=None) as bar):
-        rollouts.truncate(run.state["rollouts_bytes"])
+        rollouts.truncate(min(run.state["rollouts_bytes"], rollouts.tell()))
         async with run.generator as generator:
             if run.held_out and run.state["eval_first"] is None:
                 run.state["eval_first"] = await evaluate(run, out)
@@ -909,21 +913,16 @@ async def run_periods(run, out: Path) -> list[dict]:
                 await generator.update(trainer.models.policy, trainer.version)
                 metrics = {"period": period, **group_metrics(groups), **timeline.close(), **step}
                 history.append(metrics)
-                groups.sort(key=lambda group: problems.index(group.problem))
-                for record in rollout_records(run, period, groups):
-                    print(as_json(record), file=rollouts)
+                groups.sort(key=lambda group: problems.index(group.problem))  # for the digest
+                write_rollouts(run, period, groups, rollouts)
                 bar.write("period {period:4d}  reward {reward:.3f}  finished {finished_share:.2f}  "
                           "length {response_tokens_mean:.1f}  kl {kl:.4f}  gap {logp_gap_max:.1e}  "
                           "{seconds:.2f} s".format(**metrics))
-
-                def due(every, last=period + 1 == config.periods):
-                    return every and (last or (period + 1) % every == 0)
-                if run.held_out and due(config.eval_every):
+                done, last = period + 1, period + 1 == config.periods
+                if run.held_out and (last or done % config.eval_every == 0):
                     metrics["eval_reward"] = await evaluate(run, out)
                 print(as_json(metrics), file=log, flush=True)
-                rollouts.flush()
-                run.state["rollouts_bytes"] = rollouts.tell()
-                if due(config.save_every):
+                if config.save_every and (last or done % config.save_every == 0):
                     await trainer.worker.run("save", save, run, out)
                 bar.update()
     return history

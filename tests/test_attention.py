@@ -343,6 +343,8 @@ def test_cost_counts_the_mask(layout):
 
 def test_packed_moves_whole():
     """`.to` moves every tensor, and with it the masks that are made from them."""
-    packed = pack([P], [[A, B]]).to("meta")
+    whole = pack([P], [[A, B]])
+    packed = whole.on(torch.device("meta"))
+    assert whole.on(torch.device("meta")) is packed and whole.on(torch.device("cpu")) is whole
     assert {v.device.type for v in vars(packed).values()} == {"meta"}
     assert packed.response_mask.device.type == packed.dense_mask.device.type == "meta"

@@ -272,6 +272,48 @@ def test_a_finished_run_resumed_is_as_it_was(straight, tmp_path, periods):
     assert contents(out / name(6)) == before and left(out) == [name(6)]
 
 
+def test_a_checkpoint_moved_alone(straight, tmp_path):
+    """A checkpoint without the run's other files, on another disk: rollouts that were filled up
+    with zero bytes to the length that they had."""
+    right, out = straight(8), tmp_path / "out"
+    out.mkdir()
+    shutil.copytree(right.folder / name(4), out / name(4))
+    assert hashes(train(right.again(out, resume=True))) == hashes(right.result)
+    whole = (right.folder / "rollouts.jsonl").read_text()
+    assert whole.endswith((out / "rollouts.jsonl").read_text())
+    assert metrics(out) == metrics(right.folder)
+
+
+def test_resumed_with_other_held_out_problems(straight, tmp_path):
+    """Results on one test that stand beside those on another: a resumed run whose evaluation has
+    changed evaluates at its start, and its summary knows nothing else."""
+    right, out = straight(6), tmp_path / "out"
+    right.copied(out, 4)
+    result = train(right.again(out, resume=True, eval_limit=1, eval_every=100, periods=4))
+    records, = (path.read_text().splitlines() for path in [out / "eval-000004.jsonl"])
+    reward, = json.loads(records[0])["rewards"]
+    assert len(records) == 1 and result["eval_first"] == result["eval_last"] == reward
+
+
+def test_a_tokenizer_with_several_templates(warm_folder, tmp_path):
+    """Templates that lie in a folder of the checkpoint, where a digest of files alone fails."""
+    folder, data = tmp_path / "model", write_problems(tmp_path / "data.jsonl", 8)
+    shutil.copytree(warm_folder, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = dict.fromkeys(("default", "other"), "{{ messages[0]['content'] }}")
+    tokenizer.save_pretrained(folder)
+    settings = config(folder, tmp_path / "out", data=data, prompt_template="{question}",
+                      periods=1, save_every=1)
+    train(settings)
+    other, = (tmp_path / "out" / name(1)).glob("*/other.jinja")
+    train(dataclasses.replace(settings, periods=2, resume=True))
+    assert left(tmp_path / "out") == [name(1), name(2)]
+    other.write_text("changed")
+    (tmp_path / "out" / name(2) / "state.json").unlink()
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        train(dataclasses.replace(settings, periods=2, resume=True))
+
+
 @pytest.mark.parametrize(("save_every", "expected"), [(0, []), (4, [4, 6])])
 def test_when_checkpoints_are_saved(straight, tmp_path, save_every, expected):
     """Every --save-every periods and at the end; 0: never."""

@@ -48,9 +48,9 @@ def hashes(result):
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"beta": 0.0}, {"loss": "dapo", "inner_steps": 2}, *(
+    {}, {"loss": "dapo", "inner_steps": 2}, *(
         pytest.param(changes, marks=pytest.mark.slow) for changes in (
-            {"loss": "dr_grpo", "rows": 16}, {"attention": "repeat"},
+            {"beta": 0.0}, {"loss": "dr_grpo", "rows": 16}, {"attention": "repeat"},
             {"micro_batch_groups": 3, "mask_truncated": True}))],
     ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items()) or "default")
 def test_async_is_sync_bit_for_bit(warm_folder, tmp_path, monkeypatch, changes):
@@ -624,7 +624,9 @@ def flags(folder, out, *more):
             "8", "--max-new-tokens", "6", "--micro-batch-groups", "1", *more]
 
 
-@pytest.mark.parametrize("where", PLANTS)
+@pytest.mark.parametrize("where", [
+    *list(PLANTS)[::2], *(pytest.param(where, marks=pytest.mark.slow)
+                          for where in list(PLANTS)[1::2])])
 def test_an_error_ends_the_process(random_folder, tmp_path, child, where):
     """A06: the original error is printed and the process is gone within three seconds, also while
     the other side is inside a long torch call; exit code 1."""
