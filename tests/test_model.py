@@ -833,7 +833,9 @@ def in_threads(count, work):
     return work()
 
 
-@pytest.mark.parametrize("rows", [*range(1, 17), 23, 24, 25, 31, 32, 33, 47, 48, 63, 64])
+@pytest.mark.parametrize("rows", [
+    1, 2, 3, 5, 7, 8, 9, 16, 33, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (
+        4, 6, *range(10, 16), 23, 24, 25, 31, 32, 47, 48, 63))])
 def test_bits_do_not_depend_on_threads(wider, rows):
     """Lent cores change no bit: prefill and decode of 1 to 64 rows, and a packed pass over as many
     ragged responses, its gradient included, are the same on one thread and on two."""

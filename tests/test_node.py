@@ -314,7 +314,6 @@ def rolled(folder):
     return [rollout for rollout in lines(folder / "rollouts.jsonl") if rollout["period"] == 0]
 
 
-@pytest.mark.slow
 def test_place_keeps_a_tie_on_the_way_to_an_npu(child, folders):
     """An embedding and a head that were one weight on the CPU and are trained apart on the
     device: PyTorch's own rule for private backends, which `Module.to` follows."""

@@ -287,8 +287,9 @@ def textbook_gradient(now, before, reference, groups, settings):
     return {name: p.grad for name, p in policy.named_parameters()}
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("masked, beta", [
+    (True, 0.1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (False, 0.0), (False, 0.1), (True, 0.0)))])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_period_is_the_textbooks(random_policy, unclipped, loss, beta, masked):
     """A02, A12, A27: with ragged groups, truncated responses and one group of equal rewards, both
@@ -625,8 +626,8 @@ def flags(folder, out, *more):
 
 
 @pytest.mark.parametrize("where", [
-    *list(PLANTS)[::2], *(pytest.param(where, marks=pytest.mark.slow)
-                          for where in list(PLANTS)[1::2])])
+    where if where in ("reward", "generator") else pytest.param(where, marks=pytest.mark.slow)
+    for where in PLANTS])
 def test_an_error_ends_the_process(random_folder, tmp_path, child, where):
     """A06: the original error is printed and the process is gone within three seconds, also while
     the other side is inside a long torch call; exit code 1."""
