@@ -15,7 +15,9 @@ Where this departs from a trainer beside an inference engine:
     InferenceCopy: submit -> step (prefill, decode) -> ids and log-probs
     TriModel: packed micro-batch -> log-probs of policy, old, reference
 """
+import contextlib
 import copy
+import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,6 +40,12 @@ HEAD_CHUNK = 2**24       # logits computed at once, in elements: 64 MiB of float
 PREFILL_TOKENS = 4096    # a prefill takes no further prompt from here on
 WIDTH_STEP = 16          # decoding attends over a multiple of this many places
 TINY_STEPS = 400         # supervised warm-up of the embedded model: about 10 s on two cores
+
+with contextlib.suppress(AttributeError, TypeError):  # other C libraries have no mallopt
+    # glibc returns large freed blocks to the kernel, and the next micro-batch pays page faults for
+    # them. M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD; now, for a thread keeps its first arena.
+    for option, value in (-8, 1), (-4, 0), (-1, 2**31 - 1):
+        ctypes.CDLL(None).mallopt(option, value)
 
 
 def devices(names: str) -> list[torch.device]:

@@ -1,7 +1,10 @@
 """One policy, three sets of weights, and a generator that samples what the trainer scores."""
 import copy
+import ctypes
 import itertools
+import resource
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -864,3 +867,17 @@ def test_bits_do_not_depend_on_threads(wider, rows):
     assert one[0] == two[0]
     assert torch.equal(one[1], two[1])
     assert all(torch.equal(a, b) for a, b in zip(one[2], two[2]))
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_freed_memory_is_kept_for_the_next_block_of_its_size():
+    """Otherwise every micro-batch pays page faults for the activations of the one before it."""
+    def faults(blocks):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(blocks):
+            torch.ones(2**23)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    with ThreadPoolExecutor(1) as thread:  # as the trainer's
+        thread.submit(faults, 10).result()  # until the heap has its holes
+        assert thread.submit(faults, 10).result() <= 2 * 2**25 // resource.getpagesize()
