@@ -12,7 +12,7 @@ Where this departs from a trainer beside an inference engine:
    no hooks, and the parameters stay the model's own. One device is one stage: the same code.
 
     load -> policy, frozen_copy -> reference, inference copy
-    InferenceCopy: submit -> step (prefill, decode) -> ids and log-probs
+    InferenceCopy: submit -> launch (prefill or decode), finish -> ids and log-probs
     TriModel: packed micro-batch -> log-probs of policy, old, reference
 """
 import contextlib
@@ -423,11 +423,6 @@ class InferenceCopy:
             self._start()
             ended += self._ended()  # a first token may be a stop token
         return ended
-
-    def step(self) -> list[tuple]:
-        """A step of this copy alone."""
-        self.launch()
-        return self.finish()
 
     def prefill(self, rows: int) -> tuple[Tensor, Callable]:
         """Keys and values of the first waiting prompts, as many as fill `rows`, in one packed pass:

@@ -303,8 +303,16 @@ class Generator:
             raise RuntimeError("weights were copied while requests were in flight")
 
         def update():
-            for copy in self.copies:
-                copy_weights(policy, copy, version)
+            places = [where for where, _ in stages(policy) if where.type != "cpu"]
+            for where in places:  # the step that made the weights ran on another stream
+                torch.accelerator.synchronize(where)
+            for copy in self.copies:  # on streams of its own, so that it waits for no other
+                with contextlib.ExitStack() as streams:
+                    for where in places:
+                        streams.enter_context(torch.Stream(where))
+                    copy_weights(policy, copy, version)
+            for where in places:
+                torch.accelerator.synchronize(where)
         await self.worker.run("copy", update)
 
     async def _steps(self):
@@ -491,9 +499,6 @@ class Trainer:
             if self.bad_steps:
                 break  # the weights did not move: the next pass would be the same
         self.version += 1
-        for where, _ in stages(self.models.policy):
-            if str(where) != "cpu":  # the weights are copied on other streams
-                torch.accelerator.synchronize(where)
         sums = defaultdict(float, {name: float(value) for name, value in self.sums.items()})
         tokens, first_tokens = max(sums["kept_tokens"], 1), max(sums["first_tokens"], 1)
         metrics = {

@@ -44,8 +44,10 @@ def sides(layers):
         if copy.idle:
             copy.submit(0, [1, 2, 3], uniforms)
         while copy.admits:
-            copy.step()
-        copy.step()
+            copy.launch()
+            copy.finish()
+        copy.launch()
+        copy.finish()
 
     def train():
         logprobs, _, reference = models.logprobs(packed)

@@ -58,7 +58,8 @@ def ours(model, prompts, lengths, rows):
         copy.submit(i, prompt, rng.random((SAMPLES, 128), dtype=np.float32))
     while not copy.idle:
         begun, full = time.perf_counter(), not copy.admits and copy.live == rows
-        tokens += sum(len(ids) for _, _, ids, _, _ in copy.step())
+        copy.launch()
+        tokens += sum(len(ids) for _, _, ids, _, _ in copy.finish())
         full_steps += full
         if full and full_steps % 10 == 0:
             ended = time.perf_counter()

@@ -38,6 +38,12 @@ CONFIGS = {
 }
 
 
+def step(copy):
+    """A step of an inference copy alone: what ended."""
+    copy.launch()
+    return copy.finish()
+
+
 def small_config(architecture="llama", **settings):
     settings = {
         "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,

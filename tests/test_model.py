@@ -19,6 +19,7 @@ from conftest import (
     ids,
     separate_logprobs,
     small_model,
+    step,
 )
 from safetensors.torch import load_file, save_file
 from torch.distributions import Categorical
@@ -360,7 +361,7 @@ def test_weights_are_not_copied_under_a_request(steps):
     policy = attached()
     generator = generator_of(policy)
     generator.submit("t", [1, 2, 3], uniforms(10))  # K=10 > 8 rows: some wait in every state
-    ended = [e for _ in range(steps) for e in generator.step()]
+    ended = [e for _ in range(steps) for e in step(generator)]
     perturb(policy)
     before = copy.deepcopy(generator.model.state_dict())
     with pytest.raises(RuntimeError, match="in flight"):
@@ -408,11 +409,11 @@ def run(generator, requests=(), every=0):
     for request in requests:
         generator.submit(*request)
         for _ in range(every):
-            ended += [] if generator.idle else generator.step()
+            ended += [] if generator.idle else step(generator)
     for _ in range(1000):
         if generator.idle:
             return ended
-        ended += generator.step()
+        ended += step(generator)
     raise AssertionError("the generator does not come to an end")
 
 
@@ -627,7 +628,7 @@ def test_nearly_empty_batch():
         lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True)
     generator.submit("t", [1, 2, 3], uniforms(1))
     assert generator.admits and not generator.idle
-    ended = [generator.step() for _ in range(NEW)]
+    ended = [step(generator) for _ in range(NEW)]
     assert ended[:-1] == [[]] * (NEW - 1) and generator.idle
     (ticket, sample, tokens, logprobs, finished), = ended[-1]
     assert (ticket, sample, finished) == ("t", 0, False)
@@ -853,7 +854,7 @@ def test_bits_do_not_depend_on_threads(wider, rows):
             generator.submit(n, prompt, uniforms)
         ended = []
         while not generator.idle:
-            ended += generator.step()
+            ended += step(generator)
         responses = [[tokens[:1 + k % 4] for m, k, tokens, _, _ in ended if m == n]
                      for n in range(len(prompts))]
         wider.get_input_embeddings().sparse = True  # and gradients that exist: as in the trainer

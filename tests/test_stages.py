@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import dispatch_model
-from conftest import assert_gradients_agree, batch, ids, small_config, small_model
+from conftest import assert_gradients_agree, batch, ids, small_config, small_model, step
 from test_periodic_async import (
     config,
     gradient_of,
@@ -400,7 +400,7 @@ def test_an_update_is_refused_whole(busy, begun):
     before = frozen_copy(policy)
     copies[busy].submit("a", ids(5, 1), np.full((2, 4), 0.5, dtype=np.float32))
     if begun:
-        copies[busy].step()
+        step(copies[busy])
     with pytest.raises(RuntimeError, match="in flight"):
         asyncio.run(generator_of(copies).update(nudged(policy), 1))
     assert [copy.version for copy in copies] == [0, 0, 0]
@@ -455,8 +455,40 @@ def test_copies_are_launched_before_one_is_read():
         async with generator_of(copies) as generator, asyncio.timeout(30):
             await asyncio.gather(*(generator.generate(p, 2) for p in problems))
     asyncio.run(generated())
-    step = [("launch", 0), ("launch", 1), ("finish", 0), ("finish", 1)]
-    assert events == step * 4  # a prefill, with the first token, and three steps of decoding
+    once = [("launch", 0), ("launch", 1), ("finish", 0), ("finish", 1)]
+    assert events == once * 4  # a prefill, with the first token, and three steps of decoding
+
+
+def test_weights_go_to_all_copies_at_once(monkeypatch):
+    """On one stream a copy would wait for the one before it: each has a stream of its own on every
+    device of the policy. The host waits for those devices before, for the step ran on a stream of
+    its own, and once all is launched, for generation does."""
+    places, events, current = [torch.device("cuda:0"), torch.device("cuda:1")], [], {}
+    policy = SimpleNamespace(stages=[(where, None) for where in places])
+    copies = copies_of(cut(), 3)
+    generator = generator_of(copies)
+
+    class Stream:
+        def __init__(self, where):
+            self.where = where
+
+        def __enter__(self):
+            current[self.where] = self
+
+        def __exit__(self, *_):
+            del current[self.where]
+
+    def copied(src, dst, version):
+        assert (src, version) == (policy, 1)
+        events.append((dst, [current[where] for where in places]))
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.accelerator, "synchronize", events.append)
+    monkeypatch.setattr(periodic_async, "copy_weights", copied)
+    asyncio.run(generator.update(policy, 1))
+    assert events[:2] == events[-2:] == places and not current
+    found, streams = zip(*events[2:-2])
+    assert found == tuple(copies)
+    assert len({id(stream) for used in streams for stream in used}) == 2 * 3
 
 
 # ------------------------------------------------------------------------------ devices and layout
