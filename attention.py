@@ -12,9 +12,8 @@ Where this departs from stock transformers:
 
     pack(prompts, responses) -> Packed -> attach(model, kind)'s model(packed=...) -> hidden states
 """
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -47,7 +46,7 @@ class Packed:
 
     def to(self, device) -> "Packed":
         return Packed(*(getattr(self, f.name).to(device, non_blocking=True)
-                        for f in dataclasses.fields(self)))
+                        for f in fields(self)))
 
     def on(self, device: torch.device) -> "Packed":
         """Itself, or its one copy on another device."""
@@ -146,7 +145,7 @@ def shared_prompt_mask(packed: Packed) -> Tensor:
 class Slots:
     """Keys and values of the prompts and of the responses in flight, allocated once. A prompt's are
     stored once and read once a step, by all its responses together. A step works on the first slots
-    and places, as set by `at`: a few static shapes, so that it can be captured as a graph."""
+    and places that `aim_decode` set: a few static shapes, so that it can be captured as a graph."""
 
     def __init__(self, layers: int, rows: int, heads: int, prompt: int, response: int, size: int,
                  *, dtype: torch.dtype, device: torch.device):
@@ -156,23 +155,23 @@ class Slots:
             [torch.zeros(layers, rows, heads, *shape, dtype=dtype, device=device)
              for shape in ((size, places), (places, size))] for places in (prompt, response))
 
-    def into(self, stored: Sequence[Tensor], slot: Tensor, place: Tensor) -> None:
+    def aim(self, stored: Sequence[Tensor], slot: Tensor, place: Tensor) -> None:
         """Aim the next pass: token i is written to slot[i] and place[i] of prompts or responses."""
         self.stored, self.slot, self.place = stored, slot, place
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store the keys and values, (n, heads, size), of the tokens that `into` has aimed."""
+        """Store the keys and values, (n, heads, size), of the tokens that `aim` chose."""
         n = len(self.slot)
         keys, values = (stored[layer] for stored in self.stored)
         keys[self.slot, :, :, self.place] = key[:n].to(keys.dtype)
         values[self.slot, :, self.place] = value[:n].to(values.dtype)
 
-    def at(self, lengths: Tensor, places: Tensor, slot: Tensor, lane: Tensor, lanes: Tensor,
-           widths: tuple[int, int]) -> None:
+    def aim_decode(self, lengths: Tensor, places: Tensor, slot: Tensor, lane: Tensor,
+                   lanes: Tensor, widths: tuple[int, int]) -> None:
         """Aim a decode step. Row i has a prompt of lengths[i] tokens and writes its places[i];
         lanes (slots, K) are the rows that read each prompt slot: row i is lanes[slot[i], lane[i]].
         """
-        self.into(self.responses, torch.arange(len(places), device=places.device), places)
+        self.aim(self.responses, torch.arange(len(places), device=places.device), places)
         self.widths, self.count = widths, len(lanes)
         prompt, own = (torch.arange(width, device=places.device) for width in widths)
         hidden = torch.cat([prompt >= lengths[:, None], own > places[:, None]], 1)
@@ -225,10 +224,12 @@ def _shared(query, key, value, packed, scaling):
     prompt_key, prompt_value = (_gather(x, packed.prompt_places) for x in (key, value))
     outputs = [scaled_dot_product_attention(_gather(query, packed.prompt_places), prompt_key,
                                             prompt_value, is_causal=True, **settings)]
-    if len(packed.lengths):
-        both = [torch.cat([prompt.index_select(0, packed.prompt_of),
-                           _gather(x, packed.response_places)], 2)
-                for prompt, x in ((prompt_key, key), (prompt_value, value))]
+    if n := len(packed.lengths):
+        # The gradient of `expand` is a sum, that of `index_select` a slow scatter.
+        own = [x.expand(n, -1, -1, -1) if len(x) == 1 else x.index_select(0, packed.prompt_of)
+               for x in (prompt_key, prompt_value)]
+        both = [torch.cat([prompt, _gather(x, packed.response_places)], 2)
+                for prompt, x in zip(own, (key, value))]
         outputs.append(scaled_dot_product_attention(_gather(query, packed.response_places), *both,
                                                     attn_mask=packed.response_mask, **settings))
     rows = torch.cat([o.transpose(1, 2).reshape(-1, heads, size) for o in outputs])

@@ -14,12 +14,11 @@ Where this departs from the textbook:
 Dimension letters, here and in the other files: P prompts a period, K samples a prompt, N responses
 in a micro-batch, T packed tokens, A response tokens, V vocabulary.
 """
-import dataclasses
 import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -129,7 +128,7 @@ def draw_problems(rows: Sequence[Problem], seed: int, start: int, count: int) ->
              for epoch in {epoch for epoch, _ in places}}
     # A key names its row, key % size, and is unique although epochs repeat the rows.
     keys = [epoch * size + int(order[epoch][place]) for epoch, place in places]
-    return [dataclasses.replace(rows[key % size], key=key) for key in keys]
+    return [replace(rows[key % size], key=key) for key in keys]
 
 
 # 65 digits at most: no sane answer is longer, and int() refuses thousands of them.

@@ -437,7 +437,7 @@ class InferenceCopy:
         packed = pack([prompt for _, prompt, _ in chosen], [[]] * len(chosen), multiple=8)
         slot_of_token = torch.from_numpy(free)[packed.group_of_place[:tokens]].to(self.device)
         packed = packed.to(self.device)
-        self.slots.into(self.slots.prompts, slot_of_token, packed.position_ids[0, :tokens])
+        self.slots.aim(self.slots.prompts, slot_of_token, packed.position_ids[0, :tokens])
         hidden = self.model.base_model(input_ids=packed.input_ids, packed=packed, slots=self.slots,
                                        position_ids=packed.position_ids,
                                        use_cache=False).last_hidden_state[0]
@@ -478,7 +478,8 @@ class InferenceCopy:
         state = np.stack([self.ids[rows, count - 1], length, count - 1, slot, lane])
         token, length, place, slot, lane = torch.from_numpy(
             np.pad(state, ((0, 0), filling))).to(self.device, non_blocking=True)
-        self.slots.at(length, place, slot, lane, torch.from_numpy(lanes).to(self.device), widths)
+        self.slots.aim_decode(length, place, slot, lane,
+                              torch.from_numpy(lanes).to(self.device), widths)
         hidden = self.model.base_model(input_ids=token[:, None], slots=self.slots, use_cache=False,
                                        position_ids=(length + place)[:, None]).last_hidden_state
         logits = _wide(self.model.get_output_embeddings()(hidden[:, 0]))

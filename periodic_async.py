@@ -18,7 +18,6 @@ Who waits for what:
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import inspect
@@ -37,7 +36,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -144,9 +143,9 @@ class Config:
     def checked(self) -> "Config":
         """With model-dependent defaults filled in. Raises ValueError naming the flag at fault."""
         defaults = (TINY if self.model == "tiny" else OTHER) | {"out": time.strftime(RUNS)}
-        config = dataclasses.replace(self, **{name: value for name, value in defaults.items()
+        config = replace(self, **{name: value for name, value in defaults.items()
                                               if getattr(self, name) in (None, "")})
-        for f in dataclasses.fields(config):
+        for f in fields(config):
             value = getattr(config, f.name)
             choices, least = f.metadata["choices"], f.metadata["least"]
             if choices and value not in choices:
@@ -694,7 +693,7 @@ def planned(config: Config) -> tuple[str, dict[str, float]]:
         f"{name} {x:.1f}" for name, x in part.items()) for role, part in parts)
     if too_much := over(totals):
         helps = [change for change in RELIEF
-                 if not over(held(dataclasses.replace(config, **change))[1])]
+                 if not over(held(replace(config, **change))[1])]
         raise ValueError(f"{'; '.join(too_much)}: " + (
             " or ".join(as_flags(change) for change in helps)
             or "more --train-devices or --rollout-devices") + " would fit")
@@ -718,7 +717,7 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
         attach(policy, "dense")
     rows = read_prompts(config, "data", config.prompts if config.periods else 1, tokenizer)
     held_out = read_prompts(config, "eval_data", 1, tokenizer) if config.eval_data else []
-    held_out = [dataclasses.replace(problem, key=EVAL_KEYS + problem.key)
+    held_out = [replace(problem, key=EVAL_KEYS + problem.key)
                 for problem in held_out[:config.eval_limit or None]]
     longest = max(len(problem.prompt_ids) for problem in [*rows, *held_out])
     problems_sha256 = hashlib.sha256(
@@ -994,14 +993,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line. Exit codes: 0, 1 a failed run, 2 a user's mistake, 130 Ctrl-C, 143 TERM."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.error = lambda message: end(f"error: {message}", 2)
-    for f in dataclasses.fields(Config):
+    for f in fields(Config):
         kind = f.type if isinstance(f.type, type) else f.type.__args__[0]
         how = ({"action": argparse.BooleanOptionalAction} if kind is bool
                else {"type": kind, "choices": f.metadata["choices"]})
         parser.add_argument(flag(f.name), default=f.default, help=f.metadata["help"], **how)
     config = Config(**vars(parser.parse_args(arguments)))
     if not config.out and not config.resume:
-        config = dataclasses.replace(config, out=time.strftime(RUNS))
+        config = replace(config, out=time.strftime(RUNS))
 
     def stopped(number, _):
         signal.signal(number, signal.SIG_DFL)  # a second one ends at once

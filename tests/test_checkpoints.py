@@ -121,9 +121,9 @@ pa.Trainer._train = dying
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "size", "keep"), [
-    ("async", 6, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("async", 8, 2), ("sync", 6, 2), ("sync", 8, 1)))])
+    ("async", 6, 1), ("async", 8, 2), ("sync", 6, 2), ("sync", 8, 1)])
 def test_killed_twice_and_resumed_is_uninterrupted(straight, child, tmp_path, schedule, size, keep):
     """A21: kill -9 inside a period, when the files hold more than the checkpoint and half a line;
     a cursor ahead of training, an epoch drawn anew or a tail not cut would show. Twice: the second
