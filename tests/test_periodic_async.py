@@ -48,9 +48,10 @@ def hashes(result):
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"loss": "dapo", "inner_steps": 2}, *(
+    {}, *(
         pytest.param(changes, marks=pytest.mark.slow) for changes in (
-            {"beta": 0.0}, {"loss": "dr_grpo", "rows": 16}, {"attention": "repeat"},
+            {"loss": "dapo", "inner_steps": 2}, {"beta": 0.0}, {"attention": "repeat"},
+            {"loss": "dr_grpo", "rows": 16},
             {"micro_batch_groups": 3, "mask_truncated": True}))],
     ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items()) or "default")
 def test_async_is_sync_bit_for_bit(warm_folder, tmp_path, monkeypatch, changes):

@@ -719,10 +719,11 @@ def test_a_plan_that_fits(seven):
 
 @pytest.mark.parametrize("changes, device, relief", [
     ({"recompute": False, "micro_batch_tokens": 16384}, "npu:0", "--recompute"),
-    ({"dtype": "float32", "rows": 256, "max_new_tokens": 2048}, "npu:4", "--dtype bfloat16"),
-    ({"rows": 1024}, "npu:4", "--rows 16"),
-    ({"micro_batch_tokens": 65536}, "npu:0", "--micro-batch-tokens 4096"),
-    ({"train_devices": "npu:0"}, "npu:0", "--train-devices")])
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ({"dtype": "float32", "rows": 256, "max_new_tokens": 2048}, "npu:4", "--dtype bfloat16"),
+        ({"rows": 1024}, "npu:4", "--rows 16"),
+        ({"micro_batch_tokens": 65536}, "npu:0", "--micro-batch-tokens 4096"),
+        ({"train_devices": "npu:0"}, "npu:0", "--train-devices")))])
 def test_advice_makes_a_plan_fit(seven, changes, device, relief):
     """Advice that does not help: the error names the device, its GiB and a flag; that flag
     makes the plan fit."""
@@ -787,8 +788,9 @@ def test_plan_on_the_command_line(seven, tmp_path, capfd, nothing_loaded, comman
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("more", [(), ("--recompute", "--rows", "1024"),
-                                  ("--recompute", "--micro-batch-tokens", "65536")])
+@pytest.mark.parametrize("more", [
+    (), pytest.param(("--recompute", "--rows", "1024"), marks=pytest.mark.slow),
+    pytest.param(("--recompute", "--micro-batch-tokens", "65536"), marks=pytest.mark.slow)])
 def test_advice_can_be_typed(seven, tmp_path, capfd, nothing_loaded, command_line, more):
     """The advice of an error, appended to the same command line as it is printed: exit code 0."""
     assert command_line(*flags(seven, tmp_path, *more)) == 2
