@@ -226,10 +226,10 @@ def _shared(query, key, value, packed, scaling):
                                             prompt_value, is_causal=True, **settings)]
     if n := len(packed.lengths):
         # The gradient of `expand` is a sum, that of `index_select` a slow scatter.
-        own = [x.expand(n, -1, -1, -1) if len(x) == 1 else x.index_select(0, packed.prompt_of)
-               for x in (prompt_key, prompt_value)]
+        prompts = [x.expand(n, -1, -1, -1) if len(x) == 1 else
+                   x.index_select(0, packed.prompt_of) for x in (prompt_key, prompt_value)]
         both = [torch.cat([prompt, _gather(x, packed.response_places)], 2)
-                for prompt, x in zip(own, (key, value))]
+                for prompt, x in zip(prompts, (key, value))]
         outputs.append(scaled_dot_product_attention(_gather(query, packed.response_places), *both,
                                                     attn_mask=packed.response_mask, **settings))
     rows = torch.cat([o.transpose(1, 2).reshape(-1, heads, size) for o in outputs])
