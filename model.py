@@ -366,6 +366,8 @@ class InferenceCopy:
     tokens, a step's one read, and returns the responses that ended. In between, one thread launches
     other copies. A response is waiting, staged once its prompt is prefilled, in a row, returned;
     after `finish` one is staged only while every row is taken.
+    On an accelerator a copy has a stream of its own: between it and the trainer's go host values,
+    and weights between periods.
     Rows are multiples of 8: else the bits of a product depend on threads."""
 
     def __init__(self, model, stop: Sequence[int], *, rows: int, longest_prompt: int,
@@ -389,6 +391,10 @@ class InferenceCopy:
         self.waiting: deque = deque()  # (ticket, prompt ids, uniforms), not yet prefilled
         self.staged: deque = deque()   # ((ticket, sample), prompt slot, prompt length, uniforms,
                                        # first token, its log-prob): prefilled, without a row yet
+        self.stream = contextlib.nullcontext()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # all above, of another stream
+            self.stream = torch.Stream(self.device)
 
     def submit(self, ticket, prompt_ids: Sequence[int], uniforms: np.ndarray) -> None:
         """Queue K responses to a prompt; uniforms, (K, max_new_tokens) float32 in [0, 1), decide
@@ -411,17 +417,18 @@ class InferenceCopy:
 
     def launch(self) -> None:
         """Start a step on the device."""
-        with torch.inference_mode(), autocast(self.device, self.dtype):
+        with self.stream, torch.inference_mode(), autocast(self.device, self.dtype):
             free = len(self.request) - self.live
             self.sampled, self.take = self.prefill(free) if self.admits else self.decode()
 
     def finish(self) -> list[tuple]:
         """End it: [(ticket, sample, ids, logprobs, finished)] for every response that ended."""
-        self.take(self.sampled.cpu().numpy().T)
-        ended = self._ended()
-        while self.staged and self.live < len(self.request):
-            self._start()
-            ended += self._ended()  # a first token may be a stop token
+        with self.stream:
+            self.take(self.sampled.cpu().numpy().T)
+            ended = self._ended()
+            while self.staged and self.live < len(self.request):
+                self._start()
+                ended += self._ended()  # a first token may be a stop token
         return ended
 
     def prefill(self, rows: int) -> tuple[Tensor, Callable]:

@@ -8,7 +8,8 @@ while the trainer accumulates gradients at θ_t from the groups that are complet
 on-policy, as in synchronous training, and both schedules give the same weights bit for bit.
 
 The paper (arXiv 2511.18871) has a cluster and inference servers. Here are one process and one event
-loop; generation and training each own a thread for the torch work, and on an accelerator a stream.
+loop; generation and training each own a thread for the torch work. On an accelerator each inference
+copy has a stream beside the trainer's, the default ones.
 Who waits for what:
      produce     takes a problem; waits for `Generator.generate`; queues the scoring of its group
      Generator   prefills and decodes while any request waits; the end of a group wakes `produce`
@@ -210,20 +211,15 @@ class Timeline:
 
 
 class Worker:
-    """One side's thread for torch work, and on an accelerator its stream: what crosses between the
-    streams are host values, and weights after those. While the other side has nothing to do, work
-    goes to one `shared` thread on all cores: OpenMP pools with more threads than cores are slow.
-    `relief` says what to lower where memory is short."""
+    """One side's thread for torch work. While the other side has nothing to do, work goes to one
+    `shared` thread on all cores: OpenMP pools with more threads than cores are slow. `relief` says
+    what to lower where memory is short."""
 
-    def __init__(self, side: str, device: torch.device, timeline: Timeline,
-                 shared: ThreadPoolExecutor | None = None, relief: str = ""):
+    def __init__(self, side: str, timeline: Timeline, shared: ThreadPoolExecutor | None = None,
+                 relief: str = ""):
         self.side, self.timeline, self.relief = side, timeline, relief
         self.other: Worker | None = None
         self.needed = False  # this side has work, and wants its cores
-        self.stream = contextlib.nullcontext()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)  # what was loaded, on another stream, is there
-            self.stream = torch.Stream(device)
         self.own = thread(side)
         self.shared = shared or self.own
 
@@ -238,8 +234,7 @@ class Worker:
             torch.set_num_threads(cores)  # of this thread alone
             start = self.timeline.now()
             try:
-                with self.stream:
-                    return function(*args)
+                return function(*args)
             except (RuntimeError, MemoryError) as error:  # the CPU's allocator has no type for it
                 if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
                         "can't allocate memory" in str(error)):
@@ -736,8 +731,8 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
           f"{'with' if math_verify else 'without'} math-verify. The run:",
           as_flags(vars(config)))
     timeline = Timeline(out / "trace.json")
-    generate = Worker("generate", rollout_on[0], timeline, shared, f"--rows {config.rows}")
-    train = Worker("train", train_on[0], timeline, shared,
+    generate = Worker("generate", timeline, shared, f"--rows {config.rows}")
+    train = Worker("train", timeline, shared,
                    f"--micro-batch-tokens {config.micro_batch_tokens} or --micro-batch-groups "
                    f"{config.micro_batch_groups}")
     generate.other, train.other = train, generate

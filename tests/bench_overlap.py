@@ -1,10 +1,12 @@
 """What the overlap gains: a period's generation, its training, one after the other, at once.
 
-    python tests/bench_overlap.py MODEL [--groups 48] [--new-tokens 64] [--repeats 1]
+    python tests/bench_overlap.py MODEL [--data FILE] [--groups 48] [--rows 8] [--repeats 1]
 
 One core each first, then both schedules on all cores. Groups of 4 samples, lengths mixed (a
-response ends after a length drawn in advance), every group really trained (beta > 0). Prints the
-seconds of a period, the bound (Tg + Tt) / max(Tg, Tt), the share of it reached, and the timelines.
+response ends after a length drawn in advance), every group really trained (beta > 0). More --rows
+make generation faster, the longer prompts of a --data training slower: in balance the bound is 2.
+Prints the seconds of a period, the bound (Tg + Tt) / max(Tg, Tt), the share of it reached, and the
+timelines.
 """
 import argparse
 import asyncio
@@ -61,6 +63,7 @@ def fix_lengths(copy, longest):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
+    parser.add_argument("--data", default="", help="problems, as the program's own --data")
     parser.add_argument("--groups", type=int, default=48)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -71,9 +74,10 @@ def main():
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as out:
-        config = Config(model=given.model, prompts=given.groups, samples=given.samples, beta=0.04,
-                        rows=given.rows, max_new_tokens=given.new_tokens, periods=1,
-                        learning_rate=1e-9, micro_batch_groups=given.micro_batch_groups).checked()
+        config = Config(model=given.model, data=given.data, prompts=given.groups, beta=0.04,
+                        samples=given.samples, rows=given.rows, max_new_tokens=given.new_tokens,
+                        learning_rate=1e-9, periods=1,
+                        micro_batch_groups=given.micro_batch_groups).checked()
         shared = periodic_async.thread("all cores")
         measure(given, shared.submit(set_up, config, Path(out), shared).result())
 
@@ -115,7 +119,8 @@ def measure(given, run):
     seconds = asyncio.run(measured())
     bound = ((seconds["generate"] + seconds["train"]) / max(seconds["generate"], seconds["train"]))
     speedup = seconds["sync"] / seconds["async"]
-    print(f"{given.model}, float32, {os.cpu_count()} cores; {given.groups} groups of "
+    print(f"{given.model}, {given.data or 'sums'}, float32, {os.cpu_count()} cores; "
+          f"{given.groups} groups of "
           f"{given.samples} samples, up to {given.new_tokens} tokens, {given.rows} rows; median of "
           f"{given.repeats}")
     for name, taken in seconds.items():

@@ -4,10 +4,12 @@ dtypes, memory while loading, and a model of the size of Qwen2.5-0.5B in stages.
 The stub is PyTorch's own private backend under the name `npu`. A tensor on `npu:0` holds a tensor
 of the host and hands every operation to it, and refuses what the hardware or PyTorch refuses:
 float64, operands on two devices or on device and host, an operation without a device argument that
-would make one. It counts what makes the host wait. What it is not: kernels of its own, streams that
-run beside each other, autocast (so float32 only), `inference_mode` (here `no_grad`)."""
+would make one. It counts what makes the host wait, and tells on which stream it computed. What it
+is not: kernels of its own, streams that run beside each other, autocast (so float32 only),
+`inference_mode` (here `no_grad`)."""
 import ast
 import collections
+import itertools
 import json
 import math
 import os
@@ -30,8 +32,8 @@ from periodic_async import Worker, train
 
 aten = torch.ops.aten
 READS = collections.Counter()  # (span, operation) -> how often the host waited for a device
-USED = set()                   # devices that computed something
-SPAN = threading.local()
+STREAMS = collections.defaultdict(set)  # (span, device) -> the streams it computed on; 0: default
+SPAN = threading.local()       # of the work, and the current stream of each device
 OURS = ("grpo.py", "attention.py", "model.py", "periodic_async.py")
 
 
@@ -72,6 +74,7 @@ class Npu(torch.Tensor):
 def copied(target, source):
     """The one operation between devices. A target without memory, see `be_npus`, takes nothing."""
     if isinstance(source, Npu):
+        used(source.device)
         source = source.host
     if target.host.is_meta:
         source.sum()  # reads its pages
@@ -117,14 +120,38 @@ def computed(op, args, named):
     if len(places) > 1:
         raise RuntimeError(f"{op} on tensors of {sorted(map(str, places))}")
     where = wanted or places.pop()
-    USED.add(str(where))
+    for device in {where, *places}:
+        used(device)
     if waits(op, args, wanted):
-        READS[getattr(SPAN, "name", "outside"), op.name()] += 1
+        READS[span(), op.name()] += 1
     with torch.no_grad():
         found = op(*given, **named)
     if op is aten.copy_.default:
         return args[0]
     return found if where.type == "cpu" else each(wrapped, found)
+
+
+def span():
+    return getattr(SPAN, "name", "outside")
+
+
+def used(where):
+    STREAMS[span(), str(where)].add(getattr(SPAN, str(where), 0))
+
+
+class Stream:
+    """What stands for `torch.Stream`: each has a number."""
+    numbers = itertools.count(1)
+
+    def __init__(self, device):
+        self.device, self.number = str(device), next(self.numbers)
+
+    def __enter__(self):
+        self.before = getattr(SPAN, self.device, 0)
+        setattr(SPAN, self.device, self.number)
+
+    def __exit__(self, *_):
+        setattr(SPAN, self.device, self.before)
 
 
 class Backend(backend_registration._DummyBackendModule):
@@ -166,11 +193,12 @@ def be_npus(memory="cpu"):
     torch.Tensor.backward = here
     torch.accelerator.synchronize = lambda device=None: None
     torch.inference_mode = torch.no_grad
+    torch.Stream = Stream
 
 
 def watched_run():
     """Prints at the end of a run in which span the host waited, how often a copy's step was ended,
-    and the devices that were used."""
+    and which streams of which devices were used in which span."""
     import periodic_async
     run, finish, whole, ended = Worker.run, InferenceCopy.finish, periodic_async.train, []
 
@@ -190,7 +218,8 @@ def watched_run():
     def reported(config):
         result = whole(config)
         print("SEEN", json.dumps({"reads": [[*what, n] for what, n in READS.items()],
-                                  "finished": len(ended), "used": sorted(USED)}))
+                                  "finished": len(ended),
+                                  "streams": [[*what, *n] for what, n in STREAMS.items()]}))
         return result
     Worker.run, InferenceCopy.finish, periodic_async.train = spanned, counted, reported
 
@@ -276,13 +305,15 @@ def result_of(started, seconds=60):
     (True, {}), *(pytest.param(tied, changes, marks=pytest.mark.slow) for tied, changes in (
         (False, {"inner_steps": 2, "loss": "dapo"}), (False, {"inner_steps": 2, "loss": "dr_grpo"}),
         (True, {"attention": "dense", "beta": 0.0}), (False, {"attention": "repeat"}),
+        (False, {"rollout_devices": "npu:1,npu:1"}),
         (False, {"micro_batch_tokens": 16, "micro_batch_groups": 2, "temperature": 0.7})))],
     ids=str)
 def test_a_run_on_stub_npus(child, folders, tmp_path, tied, changes):
     """Tensors of two devices or of host and device in one operation, float64 on a device, an
     operation that makes the host wait in the middle of a pass: a run on four stub devices, two
     stages and two copies, samples the tokens of a CPU. While training nothing is read back, and in
-    generation one tensor a step and copy."""
+    generation one tensor a step and copy. One stream for two sides or copies, which would wait for
+    each other: a copy has one, beside the trainer's, and every update of a copy has others."""
     started = child(f"{PLANT}be_npus(); test_node.watched_run()",
                     settings(folders[tied], tmp_path / "npu", "npu", **changes))
     expected = train(settings(folders[tied], tmp_path / "cpu", "cpu", **changes | {
@@ -290,7 +321,20 @@ def test_a_run_on_stub_npus(child, folders, tmp_path, tied, changes):
     result = result_of(started)
     seen, = (json.loads(line[5:]) for line in started.text("out").splitlines()
              if line.startswith("SEEN"))
-    assert seen["used"] == ["cpu", "npu:0", "npu:1", "npu:2", "npu:3"]
+    streams = {(span, device): numbers for span, device, *numbers in seen["streams"]}
+    shared = "rollout_devices" in changes
+    assert {device for _, device in streams} == {"cpu", "npu:0", "npu:1"} | (
+        set() if shared else {"npu:2", "npu:3"})
+    generating = [streams.pop((span, device)) for device in (
+        ["npu:1"] if shared else ["npu:2", "npu:3"]) for span in ("prefill", "decode")]
+    copies = [{*numbers} for numbers in generating[::2]]
+    assert copies == [{*numbers} for numbers in generating[1::2]] and 0 not in set().union(*copies)
+    assert [len(numbers) for numbers in copies] == ([2] if shared else [1, 1])
+    assert len(set().union(*copies)) == 2
+    for device in ("npu:0", "npu:1"):
+        assert streams["train", device] == streams["step", device] == [0]
+        updates = streams["copy", device]
+        assert len(updates) == 2 * 2 and not {0, *set().union(*copies)} & {*updates}
     reads = [(span, op, count) for span, op, count in seen["reads"]
              if span not in ("step", "outside")]
     assert {span for span, *_ in reads} <= {"prefill", "decode"}, reads

@@ -92,7 +92,7 @@ def made_trainer(policy, **changes):
     timeline = periodic_async.Timeline(Path(os.devnull))
     reference = nudged(frozen_copy(policy)) if settings.beta else None
     models = TriModel(policy, None, reference, temperature=settings.temperature)
-    return Trainer(models, Worker("train", torch.device("cpu"), timeline), settings)
+    return Trainer(models, Worker("train", timeline), settings)
 
 
 def nudged(model, size=0.02):

@@ -387,7 +387,7 @@ def copies_of(policy, count, limit=4):
 
 def generator_of(copies):
     timeline = periodic_async.Timeline(Path(os.devnull))
-    return Generator(copies, Worker("generate", torch.device("cpu"), timeline), 0)
+    return Generator(copies, Worker("generate", timeline), 0)
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["waiting", "decoding"])
@@ -461,8 +461,8 @@ def test_copies_are_launched_before_one_is_read():
 
 def test_weights_go_to_all_copies_at_once(monkeypatch):
     """On one stream a copy would wait for the one before it: each has a stream of its own on every
-    device of the policy. The host waits for those devices before, for the step ran on a stream of
-    its own, and once all is launched, for generation does."""
+    device of the policy. The host waits for those devices before, for the step ran on another
+    stream, and once all is launched, for generation does."""
     places, events, current = [torch.device("cuda:0"), torch.device("cuda:1")], [], {}
     policy = SimpleNamespace(stages=[(where, None) for where in places])
     copies = copies_of(cut(), 3)
