@@ -143,10 +143,13 @@ _NUMBER = re.compile(rf"""
     """, re.VERBOSE)
 # Words that change the number beside them, unlike a unit.
 _CHANGING = (r"(?!(?:log|ln|sin|cos|tan|arc\w+|sqrt|root|not|negative|minus|twice|half|double|"
-             r"hundred|thousand|million|billion|squared|cubed|factorial)\b)")
+             r"(?:dozen|hundred|thousand|million|billion|trillion)s?|[ap]m|[KMB]|squared|cubed|"
+             r"factorial)\b)")
 _CLEANING = [(re.compile(pattern), new) for pattern, new in (
     ("\u2212", "-"),                                              # the typographic minus
     (r"\{,\}", ","),                                              # 9{,}500: a separator in TeX
+    ("²", "^2"), ("³", "^3"), (r"\^\s*\{(\d)\}", r"^\1"),
+    (r"(?<![A-Za-z])[aA]\.?[mM]\b\.?", "am"), (r"(?<![A-Za-z])[pP]\.?[mM]\b\.?", "pm"),
     (r"\\(?:left|right|displaystyle)\b", ""),
     (r"(?<=[^\s\\])(?:\\?\s|\\[,!;])*\\(?:text|mathrm|mbox)\s*"   # a unit
      r"\{\s*(?![ap]\.?m)" + _CHANGING + r"[A-Za-z][A-Za-z. /]*\}\s*(?:\^\s*\{?\d\}?)?\s*$", ""),
@@ -155,7 +158,7 @@ _CLEANING = [(re.compile(pattern), new) for pattern, new in (
     (r"(?<=\d)\\frac", r" \\frac"),                              # 1\frac{1}{2} is a mixed number
     (r"\\frac\s*(\d)", r"\\frac{\1}"), (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),  # \frac12
     (r"\\frac\s*\{(-?[\d.,]+)\}\s*\{([\d.,]+)\}", r"\1/\2"),
-    (r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|°", " "),               # degrees
+    (r"(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|°)(?:\s*[CF]\b)?", " "),  # degrees
     (r"(?<!\\)\\[()\[\]]|\\?[$%]|[£€]|\*\*", ""),                # currency, percent, bold, ..
     (r"(?<!\\)\\[,!;: ]|~", ""),                                 # spaces in TeX
     (r"^\s*([-+])\s+", r"\1"),                                    # - 5
@@ -183,10 +186,10 @@ _BEHIND = re.compile(rf"(?:{_CHANGING}(?!(?!a\s)(?:[b-fi-knopqrt]|pi|[abnpquvwxy
                      r"[NXYZC]\b)[A-Za-z']++(?:\s*\^\d)?|[\s,.;:/\"()-])*")  # a word as a whole
 
 
-def extract_answer(text: str) -> tuple[str, bool] | None:
+def extract_answer(text: str) -> tuple[str, bool]:
     """The answer in a response, and whether it was marked as one: what stands in the last
     `\\boxed{}`; else what follows the last `####`, up to the end of its line or sentence; else
-    (unmarked) the whole text, of which the last number counts. None for a box never closed."""
+    (unmarked) the whole text, of which the last number counts. A box never closed holds nothing."""
     start = text.rfind("\\boxed")
     if start >= 0:
         rest = text[start + len("\\boxed"):].lstrip()
@@ -197,7 +200,7 @@ def extract_answer(text: str) -> tuple[str, bool] | None:
             depth += (c == "{") - (c == "}")
             if depth == 0:
                 return rest[1:i], True
-        return None
+        return "", True
     if "####" in text:
         line = text.rpartition("####")[2].lstrip().partition("\n")[0]
         return re.split(r"\.\s", line, maxsplit=1)[0], True
@@ -248,7 +251,8 @@ def _value(text: str):
     """What an answer says, to be compared: a fraction for one number, a frozenset for a set or a
     bare list of solutions, brackets and values for an interval or a tuple; else one spelling."""
     text = _normalised(text)
-    whole = re.fullmatch(r"(\\\{|[(\[])(.*?)(\\\}|[)\]])", text, re.DOTALL)
+    whole = len(_split(text)) == 1 and re.fullmatch(r"(\\\{|[(\[])(.*?)(\\\}|[)\]])", text,
+                                                    re.DOTALL)
     inner = _split(whole[2]) if whole else []
     if len(text) <= 500 and (len(inner) > 1 or (whole and whole[1] == "\\{")):
         values = tuple(map(_value, inner))
@@ -264,7 +268,7 @@ def _value(text: str):
         before = text
         for pattern, new in _SPELLING:
             text = pattern.sub(new, text)
-    return text.lower() if text.isalpha() and len(text) > 2 else text
+    return text.lower() if text.isalpha() and (len(text) > 2 or text.lower() == "no") else text
 
 
 def math_reward(response: str, gold: str) -> float:
@@ -272,10 +276,7 @@ def math_reward(response: str, gold: str) -> float:
     that holds an example answer must not score. Numbers are compared as exact fractions (thousands
     separators, currency, percent and units dropped), sets without their order, all else in one
     spelling; where that differs, and it is no number, `math-verify` decides if it is installed."""
-    found = extract_answer(response)
-    if found is None:
-        return 0.0
-    answer, marked = found
+    answer, marked = extract_answer(response)
     right = _value(gold)
     if not marked:
         numbers = list(_NUMBER.finditer(_normalised(answer)))

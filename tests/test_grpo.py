@@ -208,6 +208,9 @@ def test_one_row_is_a_data_set():
     ("#### £20 a day", "20"), (r"\boxed{100\text{ miles}}", "100"), ("#### 18kg", "18"),
     (r"\boxed{\frac{3}{4}\text{ cup}}", "3/4"), (r"\boxed{18\,\mathrm{cm}}", "18"),
     ("#### 12 km/h", "12"), (r"\boxed{12\ \mathrm{m/s}}", "12"), (r"\boxed{35\text{ cm}^2}", "35"),
+    ("#### 12 cm²", "12"), (r"\boxed{12\text{ cm}^{2}}", "12"), ("#### 12 cm^{2}", "12"),
+    ("#### 25°C", "25"), (r"\boxed{25^\circ F}", "25"), ("#### 5 m", "5"),
+    ("#### 10 a.m.", "10 am"), ("#### 10:30 PM", "10:30 p.m."), (r"\boxed{5\text{ PM}}", "5 pm"),
     # names before the number, prose and markup around it
     (r"\boxed{x = 5}", "5"), ("#### x=5", "5"), (r"\boxed{5}", "x = 5"), ("#### 40+2=42", "42"),
     (r"\boxed{m+n = 204}", "204"), ("#### **42**", "42"), ("#### The answer is $42$.", "42"),
@@ -217,7 +220,8 @@ def test_one_row_is_a_data_set():
     (r"\boxed{\sqrt{3}}", r"\sqrt{3}"), (r"\boxed{3 \pi}", r"3\pi"), ("#### Tuesday", "Tuesday"),
     (r"\boxed{\left(1, 2\right)}", "(1,2)"), (r"\boxed{\text{even}}", "even"),
     (r"\boxed{\dfrac{a}{b}}", r"\frac{a}{b}"), (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-    (r"\boxed{2,3}", "2, 3"), ("#### 12:30", "12:30"),
+    (r"\boxed{2,3}", "2, 3"), ("#### 12:30", "12:30"), ("#### No", "no"), (r"\boxed{x²}", "x^2"),
+    (r"\boxed{(3,4),(1,2)}", "(1,2),(3,4)"),
 ])
 def test_right_answers(response, gold):
     """A08: a right answer scores however its number is written."""
@@ -246,7 +250,9 @@ def test_right_answers(response, gold):
     (r"\boxed{x^2}", "2"), (r"\boxed{2^{10}}", "10"), (r"\boxed{1010_2}", "1010"),
     (r"\boxed{5!}", "5"), (r"\boxed{5/x}", "5"), (r"\boxed{x/5}", "5"), (r"\boxed{1+2i}", "1"),
     (r"\boxed{x > 5}", "5"), (r"\boxed{x \ge 5}", "5"), (r"\boxed{0.\overline{3}}", "0"),
-    ("#### 12:30", "12"),
+    ("#### 12:30", "12"), ("#### 10 am", "10 pm"), (r"\boxed{5\text{ pm}}", r"\text{5 am}"),
+    ("#### 10 am", "10"), ("#### 5K", "5"), ("#### $5M", "5"), ("#### 2 dozen", "2"),
+    ("#### 5 millions", "5"), ("#### 5 trillion", "5"),
     # text
     (r"\boxed{(1, 2)}", "(2,1)"), ("#### Monday", "Tuesday"),
     (r"\boxed{}", ""),
