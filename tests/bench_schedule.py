@@ -280,17 +280,18 @@ class Probes:
     async def steps(self, prompts: int, wide: bool) -> tuple[float, float]:
         """Seconds of a prefill of so many prompts, and of a decode step of all their responses."""
         worker, copy, most = self.run.generator.worker, self.copy, self.setting.longest
+        step = self.run.generator._step
         for problem in self.problems[:prompts]:
             self.coming.append([most if wide else PROBE_STEPS + 1] * self.setting.samples)
             copy.submit(next(self.number), problem.prompt_ids,
                         self.rng.random((self.setting.samples, most), dtype=np.float32))
         begun = time.perf_counter()
-        await worker.run("prefill", copy.step)
+        await worker.run("prefill", step, [copy])
         prefilled = time.perf_counter()
         if wide:  # as if all but a few tokens of the longest responses had been sampled
             copy.count[:copy.live] = most - PROBE_STEPS
         while not copy.idle:
-            await worker.run("decode", copy.step)
+            await worker.run("decode", step, [copy])
         return prefilled - begun, (time.perf_counter() - prefilled) / PROBE_STEPS
 
     async def training(self) -> float:

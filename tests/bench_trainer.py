@@ -6,7 +6,8 @@ Forward and backward pass of one group of P prompt tokens and K responses of R t
 float32: the policy alone, without loss, reference and optimizer step. Three forms: repeat (a prompt
 a response), dense (a T x T mask), shared. Medians, the forms interleaved, after a warm-up of each;
 the matmul peak is a product of 512 rows with a matrix shaped as in the MLP, in between. FLOPs are
-the model's: projections, head (forward twice), attention over the pairs that may attend.
+the model's: projections, head (forward twice), attention over the pairs that may attend. The
+ceiling is the share of that peak that the products of the shared pass reach alone, attention fused.
 Head: 2,048 tokens of hidden size 896, in a process of its own: the peak of resident memory in
 forward and backward above weight, its gradient and hidden states, beside the size of all logits.
 """
@@ -21,11 +22,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from attention import attach, pack
-from model import _HeadLogprobs, load, token_logprobs
+from model import _chunks, _HeadLogprobs, load, token_logprobs
 from periodic_async import CORES
 
 SHAPES = [(64, 8, 64), (256, 8, 64), (512, 8, 64), (256, 16, 32), (128, 8, 128), (32, 8, 256)]
@@ -55,11 +57,41 @@ def matmul_rates(config, rows=512, repeats=10):
     return rates
 
 
+def products_seconds(model, packed):
+    """Of the products of a pass alone, in its shapes: of every layer's matrices forward, backward
+    for what goes in and for the matrix; of the head in its chunks, the logits twice; of both fused
+    attention calls of a layer, forward and backward. Nothing is written that a next one reads."""
+    config, layers = model.config, model.base_model.layers
+    matrices = [w.detach() for w in layers.parameters() if w.dim() == 2]
+    head, count = model.get_output_embeddings().weight.detach(), config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows = {n: torch.randn(packed.input_ids.numel(), n) for w in matrices for n in w.shape}
+    (groups, p), (n, r) = packed.prompt_places.shape, packed.response_places.shape
+    calls = [([torch.randn(batch, *shape, size, requires_grad=True) for shape in (
+        (config.num_attention_heads, queries), (count, keys), (count, keys))], how)
+             for batch, queries, keys, how in ((groups, p, p, {"is_causal": True}),
+                                               (n, r, p + r, {"attn_mask": packed.response_mask}))]
+    hidden = torch.randn(len(packed.targets), config.hidden_size)
+    start = time.perf_counter()
+    for w in matrices:
+        into, out = rows[w.shape[1]], rows[w.shape[0]]
+        into @ w.T, out @ w, out.T @ into
+    for chunk in _chunks(hidden, head):
+        hidden[chunk] @ head.T
+        logits = hidden[chunk] @ head.T
+        logits @ head, logits.T @ hidden[chunk]
+    for _ in layers:
+        for given, how in calls:
+            out = scaled_dot_product_attention(*given, enable_gqa=True, **how)
+            torch.autograd.grad(out, given, given[0].detach())
+    return time.perf_counter() - start
+
+
 def measure(model, shape, repeats):
     """What is reported of one shape."""
     (p, k, r), rng = shape, np.random.default_rng(0)
     group = [rng.integers(10, model.vocab_size, p)], [rng.integers(10, model.vocab_size, (k, r))]
-    seconds, logprobs, rates = {form: [] for form in FORMS}, {}, []
+    seconds, logprobs, rates, products = {form: [] for form in FORMS}, {}, [], []
     for repeat in range(-1, repeats):  # -1: warm-up
         for form, kind in FORMS.items():  # interleaved: the machine's speed drifts
             attach(model, kind)
@@ -72,16 +104,19 @@ def measure(model, shape, repeats):
                 rates += matmul_rates(model.config)
             logprobs[form] = result.detach()
             model.zero_grad(set_to_none=False)  # as the trainer does
+        products.append(products_seconds(model, packed))  # of shared, the last form
     for form in FORMS:
         torch.testing.assert_close(logprobs[form], logprobs["repeat"], atol=1e-2, rtol=0)
     seconds = {form: statistics.median(values) for form, values in seconds.items()}
     cost = packed.cost()
+    most = statistics.median(rates)
     flops = {form: model_flops(model, cost[f"tokens_{form}"], k * r, cost[f"pairs_{form}"])
              for form in ("repeated", "shared")}
     return {"P": p, "K": k, "R": r, "token_ratio": cost["tokens_repeated"] / cost["tokens_shared"],
             "flop_ratio": flops["repeated"] / flops["shared"],
             **{f"{form}_speedup": seconds["repeat"] / seconds[form] for form in list(FORMS)[1:]},
-            "matmul_share": flops["shared"] / seconds["shared"] / statistics.median(rates),
+            "matmul_share": flops["shared"] / seconds["shared"] / most,
+            "ceiling": flops["shared"] / statistics.median(products[1:]) / most,
             **{f"{form}_seconds": taken for form, taken in seconds.items()}}
 
 
@@ -121,17 +156,20 @@ def main():
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model = load(given.model)[0]
+    model.get_input_embeddings().sparse = True  # all three lines as the trainer on a CPU
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
     print(f"{given.model}, float32, {given.threads} thread(s), median of {given.repeats}\n"
           "                seconds                  speed-up         fewer             share of\n"
           "   P   K    R    repeat   dense  shared   dense  shared  tokens   FLOPs"
-          "   FLOP ratio  matmul peak (shared)")
+          "   FLOP ratio  matmul peak (shared)  ceiling")
     shapes, peaks = [], {}
     for shape in given.shapes:
         shapes.append(row := measure(model, shape, given.repeats))
         print("{P:4} {K:3} {R:4} {repeat_seconds:9.2f} {dense_seconds:7.2f} {shared_seconds:7.2f}"
               "{dense_speedup:7.2f}x{shared_speedup:7.2f}x{token_ratio:7.2f}x{flop_ratio:7.2f}x"
-              "{0:12.0%} {matmul_share:12.0%}".format(row["shared_speedup"] / row["flop_ratio"],
-                                                      **row), flush=True)
+              "{0:12.0%} {matmul_share:12.0%} {ceiling:18.0%}".format(
+                  row["shared_speedup"] / row["flop_ratio"], **row), flush=True)
     for v in given.vocabularies:
         command = [given.model, f"--threads={given.threads}", f"--head-peak={v}"]
         peaks[v] = float(subprocess.check_output([sys.executable, __file__, *command]))
