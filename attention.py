@@ -25,11 +25,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 KINDS = ("shared", "dense")
 # One mask must serve all layers. Add an architecture once tests/test_attention.py holds for it.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+GROUPED = ("cpu", "npu")  # devices whose fused kernels take grouped queries, see _fused
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on a device, launched: from memory that is not pinned, the host would wait
+    until the device has done all it has to do."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A micro-batch as one row, and the indices attention needs. Made by `pack`."""
+    """A micro-batch as one row, and the indices attention needs. Made by `pack`, on the host."""
     input_ids: Tensor          # (1, T)
     position_ids: Tensor       # (1, T)
     predictors: Tensor         # (A,) the place whose hidden state predicts a response token
@@ -45,20 +52,8 @@ class Packed:
     restore: Tensor            # (T,) where a place went in [prompt_places, response_places]
 
     def to(self, device) -> "Packed":
-        return Packed(*(getattr(self, f.name).to(device, non_blocking=True)
-                        for f in fields(self)))
-
-    def on(self, device: torch.device) -> "Packed":
-        """Itself, or its one copy on another device."""
-        if device == self.input_ids.device:
-            return self
-        if device not in self._copies:
-            self._copies[device] = self.to(device)
-        return self._copies[device]
-
-    @cached_property
-    def _copies(self) -> dict:
-        return {}
+        """From the host: copies between devices would wait for all that the first has to do."""
+        return Packed(*(upload(getattr(self, f.name), torch.device(device)) for f in fields(self)))
 
     def cost(self) -> dict[str, int]:
         """Tokens, and query-key pairs that may attend: here, and with a prompt a response."""
@@ -216,30 +211,36 @@ def _gather(x: Tensor, places: Tensor) -> Tensor:
     return rows.view(*places.shape, *rows.shape[1:]).transpose(1, 2)
 
 
+def _fused(query, key, value, scaling, **mask):
+    """Grouped-query attention. CUDA's kernels for a mask or float32 know no grouped queries: there
+    PyTorch would silently keep all scores of a layer, so keys and values are repeated."""
+    if (queries := query.shape[1] // key.shape[1]) > 1 and query.device.type not in GROUPED:
+        key, value = (x.repeat_interleave(queries, 1) for x in (key, value))
+    return scaled_dot_product_attention(query, key, value, scale=scaling, **mask,
+                                        enable_gqa=key.shape[1] != query.shape[1])
+
+
 def _shared(query, key, value, packed, scaling):
     """Causal attention over the prompts, then each response against [its prompt, itself]."""
     heads, size = query.shape[1], query.shape[3]
-    settings = {"scale": scaling, "enable_gqa": key.shape[1] != heads}
     # Prompts are filled up on the right, where a causal query never looks.
     prompt_key, prompt_value = (_gather(x, packed.prompt_places) for x in (key, value))
-    outputs = [scaled_dot_product_attention(_gather(query, packed.prompt_places), prompt_key,
-                                            prompt_value, is_causal=True, **settings)]
+    outputs = [_fused(_gather(query, packed.prompt_places), prompt_key, prompt_value, scaling,
+                      is_causal=True)]
     if n := len(packed.lengths):
         # The gradient of `expand` is a sum, that of `index_select` a slow scatter.
         prompts = [x.expand(n, -1, -1, -1) if len(x) == 1 else
                    x.index_select(0, packed.prompt_of) for x in (prompt_key, prompt_value)]
         both = [torch.cat([prompt, _gather(x, packed.response_places)], 2)
                 for prompt, x in zip(prompts, (key, value))]
-        outputs.append(scaled_dot_product_attention(_gather(query, packed.response_places), *both,
-                                                    attn_mask=packed.response_mask, **settings))
+        outputs.append(_fused(_gather(query, packed.response_places), *both, scaling,
+                              attn_mask=packed.response_mask))
     rows = torch.cat([o.transpose(1, 2).reshape(-1, heads, size) for o in outputs])
     return rows.index_select(0, packed.restore)[None]
 
 
 def _dense(query, key, value, packed, scaling):
-    output = scaled_dot_product_attention(query, key, value, attn_mask=packed.dense_mask,
-                                          scale=scaling, enable_gqa=key.shape[1] != query.shape[1])
-    return output.transpose(1, 2)
+    return _fused(query, key, value, scaling, attn_mask=packed.dense_mask).transpose(1, 2)
 
 
 def _attention(over_packed):

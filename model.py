@@ -18,6 +18,7 @@ Where this departs from a trainer beside an inference engine:
 import contextlib
 import copy
 import ctypes
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,20 +28,21 @@ import torch
 from accelerate import init_empty_weights
 from accelerate.hooks import remove_hook_from_submodules
 from huggingface_hub import hf_hub_download
-from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
                           LlamaForCausalLM, PreTrainedTokenizerFast)
 
-from attention import Packed, Slots, attach, pack, refuse
+from attention import Packed, Slots, attach, pack, refuse, upload
 
 HEAD_CHUNK = 2**24       # logits computed at once, in elements: 64 MiB of float32
 PREFILL_TOKENS = 4096    # a prefill takes no further prompt from here on
 WIDTH_STEP = 16          # decoding attends over a multiple of this many places
 TINY_STEPS = 400         # supervised warm-up of the embedded model: about 10 s on two cores
 
+# Read before the first product: else, on some CPUs, MKL's bits depend on the number of threads.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 with contextlib.suppress(AttributeError, TypeError):  # other C libraries have no mallopt
     # glibc returns large freed blocks to the kernel, and the next micro-batch pays page faults for
     # them. M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD; now, for a thread keeps its first arena.
@@ -56,7 +58,7 @@ def devices(names: str) -> list[torch.device]:
         try:
             found.append(torch.empty(0, device=name.strip()).device)
         except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"no device {name}: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"no device {name}: {_first_line(error)}") from None
     return found
 
 
@@ -103,8 +105,8 @@ def plan(stages: int, copies: int, *, model: str, dtype: str, beta: float, recom
     follows, each with its layers' inputs, and with all they save unless they are recomputed."""
     try:
         config, gib = AutoConfig.from_pretrained(model), 2**30
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no plan for the model {model}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # as in `load`
+        raise ValueError(f"no plan for the model {model}: {_first_line(error)}") from None
     refuse(config)
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -157,8 +159,8 @@ def load(name: str, device="cpu", dtype: torch.dtype = torch.float32, *, seed: i
         model, report = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=dtype, use_safetensors=True,
             device_map=layout(config, places), output_loading_info=True)
-    except (OSError, ValueError, SafetensorError) as error:  # the first line says what is missing
-        raise ValueError(f"cannot load the model {name}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # each library has its own; the first line says what is missing
+        raise ValueError(f"cannot load the model {name}: {_first_line(error)}") from None
     absent = sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
     if absent:  # transformers would train on with random values in their place
         raise ValueError(f"the model {name} has no weights for {', '.join(absent[:3])}")
@@ -176,7 +178,11 @@ def fetch(path: str) -> str:
         return hf_hub_download(f"{owner}/{name}", file, repo_type="dataset")
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot fetch {path}, to be hub:OWNER/NAME/FILE: without a network, "
-                         f"download it and give its path ({str(error).splitlines()[0]})") from None
+                         f"download it and give its path ({_first_line(error)})") from None
+
+
+def _first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def stop_ids(model, tokenizer) -> list[int]:
@@ -241,9 +247,9 @@ def token_logprobs(model, packed: Packed, temperature: float = 1.0, sums: dict |
     With `cuts` the graph is cut between the stages, so that their backward passes can run one by
     one: it gets (what a stage puts out, what the next takes in) for every cut."""
     embedding = model.get_input_embeddings()
-    hidden = embedding(packed.on(embedding.weight.device).input_ids)
+    hidden = embedding(upload(packed.input_ids, embedding.weight.device))
     for number, (where, stage) in enumerate(stages(model)):
-        here, given = packed.on(where), hidden.to(where, non_blocking=True)
+        here, given = packed.to(where), hidden.to(where, non_blocking=True)
         if number and cuts is not None:
             given = given.detach().requires_grad_()
             cuts.append((hidden, given))
@@ -426,8 +432,12 @@ class InferenceCopy:
         with self.stream:
             self.take(self.sampled.cpu().numpy().T)
             ended = self._ended()
-            while self.staged and self.live < len(self.request):
-                self._start()
+            while free := min(len(self.staged), len(self.request) - self.live):
+                for row in range(self.live, self.live + free):
+                    (self.request[row], self.slot[row], self.length[row], self.uniforms[row],
+                     self.ids[row, 0], self.logprobs[row, 0]) = self.staged.popleft()
+                    self.count[row] = 1
+                self.live += free
                 ended += self._ended()  # a first token may be a stop token
         return ended
 
@@ -442,9 +452,10 @@ class InferenceCopy:
         # Prompt slots that no row reads: nothing is staged, and there are as many slots as rows.
         free = np.setdiff1d(np.arange(len(self.request)), self.slot[:self.live])[:len(chosen)]
         packed = pack([prompt for _, prompt, _ in chosen], [[]] * len(chosen), multiple=8)
-        slot_of_token = torch.from_numpy(free)[packed.group_of_place[:tokens]].to(self.device)
+        slot_of_token = torch.from_numpy(free)[packed.group_of_place[:tokens]]
         packed = packed.to(self.device)
-        self.slots.aim(self.slots.prompts, slot_of_token, packed.position_ids[0, :tokens])
+        self.slots.aim(self.slots.prompts, upload(slot_of_token, self.device),
+                       packed.position_ids[0, :tokens])
         hidden = self.model.base_model(input_ids=packed.input_ids, packed=packed, slots=self.slots,
                                        position_ids=packed.position_ids,
                                        use_cache=False).last_hidden_state[0]
@@ -453,7 +464,7 @@ class InferenceCopy:
         logits = _wide(self.model.get_output_embeddings()(last))
         of_prompt = torch.arange(len(chosen)).repeat_interleave(
             torch.tensor([len(uniforms) for *_, uniforms in chosen]))
-        sampled = self._sample(logits.index_select(0, of_prompt.to(self.device)),
+        sampled = self._sample(logits.index_select(0, upload(of_prompt, self.device)),
                                np.concatenate([uniforms[:, 0] for *_, uniforms in chosen]))
 
         def take(sampled):
@@ -462,14 +473,6 @@ class InferenceCopy:
                 self.staged.extend(((ticket, sample), slot, len(prompt), row, *next(first))
                                    for sample, row in enumerate(uniforms))
         return sampled, take
-
-    def _start(self) -> None:
-        """Give the free rows to responses whose prompts are prefilled."""
-        while self.staged and self.live < len(self.request):
-            row, self.live = self.live, self.live + 1
-            (self.request[row], self.slot[row], self.length[row], self.uniforms[row],
-             self.ids[row, 0], self.logprobs[row, 0]) = self.staged.popleft()
-            self.count[row] = 1
 
     def decode(self) -> tuple[Tensor, Callable]:
         """One token for every row in flight; returns as `prefill` does."""
@@ -483,10 +486,10 @@ class InferenceCopy:
         # The newest token is number count - 1: this step stores its key and value at that place.
         widths = _up(length.max(), WIDTH_STEP), _up(count.max(), WIDTH_STEP)
         state = np.stack([self.ids[rows, count - 1], length, count - 1, slot, lane])
-        token, length, place, slot, lane = torch.from_numpy(
-            np.pad(state, ((0, 0), filling))).to(self.device, non_blocking=True)
-        self.slots.aim_decode(length, place, slot, lane,
-                              torch.from_numpy(lanes).to(self.device), widths)
+        (token, length, place, slot, lane), lanes = (
+            upload(torch.from_numpy(x), self.device)
+            for x in (np.pad(state, ((0, 0), filling)), lanes))
+        self.slots.aim_decode(length, place, slot, lane, lanes, widths)
         hidden = self.model.base_model(input_ids=token[:, None], slots=self.slots, use_cache=False,
                                        position_ids=(length + place)[:, None]).last_hidden_state
         logits = _wide(self.model.get_output_embeddings()(hidden[:, 0]))
@@ -509,7 +512,7 @@ class InferenceCopy:
             blocks = (pad(p, (0, filling)) if filling else p).unflatten(1, (-1, 128))
             totals = blocks.sum(-1).cumsum(-1)
             given = torch.from_numpy(np.pad(uniforms, (0, len(p) - len(uniforms))))
-            bound = given.to(p.device, non_blocking=True)[:, None] * totals[:, -1:]
+            bound = upload(given, p.device)[:, None] * totals[:, -1:]
             block = torch.searchsorted(totals, bound, right=True)
             inside = blocks.take_along_dim(block[:, :, None], 1)[:, 0].cumsum(-1)
             bound = (bound - pad(totals, (1, 0)).gather(1, block)).clamp(min=0)

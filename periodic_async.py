@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from attention import Packed, attach, pack
+from attention import Packed, attach, pack, upload
 from grpo import (CLOSING, LOSSES, Group, Problem, Response, arithmetic, draw_problems,
                   encode_prompt, group_advantages, group_metrics, grpo_loss, math_reward,
                   math_verify, mean_scored, read_problems, token_weights)
@@ -145,7 +145,7 @@ class Config:
         """With model-dependent defaults filled in. Raises ValueError naming the flag at fault."""
         defaults = (TINY if self.model == "tiny" else OTHER) | {"out": time.strftime(RUNS)}
         config = replace(self, **{name: value for name, value in defaults.items()
-                                              if getattr(self, name) in (None, "")})
+                                  if getattr(self, name) in (None, "")})
         for f in fields(config):
             value = getattr(config, f.name)
             choices, least = f.metadata["choices"], f.metadata["least"]
@@ -153,6 +153,8 @@ class Config:
                 raise ValueError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value}")
             if not isinstance(value, (str, bool)) and not least <= value < float("inf"):
                 raise ValueError(f"{flag(f.name)} must be {least} or more, not {value}")
+        if config.seed >= 2**63:
+            raise ValueError(f"--seed must be below 2**63, not {config.seed}")
         if not config.periods and not config.eval_data:
             raise ValueError("--periods 0 evaluates and stops: it needs --eval-data")
         if config.keep == 0 or (config.resume and not self.out):
@@ -161,21 +163,18 @@ class Config:
 
 
 class Timeline:
-    """Who worked when in a period: spans (side, name, start, end), in seconds of the run. Written
-    as a trace for chrome://tracing and Perfetto: an array, whose last bracket is optional."""
+    """Who worked when in a period: spans (side, name, start, end) of `perf_counter`. Written as a
+    trace for chrome://tracing and Perfetto: an array, whose last bracket is optional."""
 
     def __init__(self, trace: Path):
-        self.zero, self.start, self.end = time.perf_counter(), 0.0, 0.0
+        self.start, self.end = 0.0, 0.0
         self.spans: list[tuple[str, str, float, float]] = []
         self.file = open(trace, "w")
         print("[", file=self.file)
 
-    def now(self) -> float:
-        return time.perf_counter() - self.zero
-
     def open(self) -> None:
         """Begin a period."""
-        self.start, self.spans = self.now(), []
+        self.start, self.spans = time.perf_counter(), []
 
     def busy(self, side: str, start: float, end: float) -> float:
         """The share of the time from start to end in which a side worked."""
@@ -184,7 +183,7 @@ class Timeline:
 
     def close(self) -> dict[str, float]:
         """End the period. Returns its timing metrics."""
-        self.end = self.now()
+        self.end = time.perf_counter()
         for side, name, start, end in self.spans:
             event = {"name": name, "ph": "X", "pid": 0, "tid": side,
                      "ts": start * 1e6, "dur": (end - start) * 1e6}  # microseconds
@@ -232,17 +231,25 @@ class Worker:
 
         def call():
             torch.set_num_threads(cores)  # of this thread alone
-            start = self.timeline.now()
+            start = time.perf_counter()
             try:
-                return function(*args)
-            except (RuntimeError, MemoryError) as error:  # the CPU's allocator has no type for it
-                if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-                        "can't allocate memory" in str(error)):
-                    raise MemoryError(f"out of memory in {name}: lower {self.relief}") from error
-                raise
+                with named_if_no_memory(name, self.relief):
+                    return function(*args)
             finally:
-                self.timeline.spans.append((self.side, name, start, self.timeline.now()))
+                self.timeline.spans.append((self.side, name, start, time.perf_counter()))
         return await asyncio.get_running_loop().run_in_executor(where, call)
+
+
+@contextlib.contextmanager
+def named_if_no_memory(where: str, relief: str):
+    """Say where memory was short and what to lower. The CPU's allocator has no type for that."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+                "can't allocate memory" in str(error)):
+            raise MemoryError(f"out of memory in {where}: lower {relief}") from error
+        raise
 
 
 def thread(name: str) -> ThreadPoolExecutor:
@@ -367,8 +374,8 @@ class Trainer:
         self.parameters = [p for p in models.policy.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate,
                                            weight_decay=0.0, fused=True)
-        for p in self.parameters:  # once: new memory is dear, and a period without any gradient
-            p.grad = torch.zeros_like(p)  # is a step with one of zero, not a step left out
+        for p in self.parameters if config.periods else ():  # once: new memory is dear, and a
+            p.grad = torch.zeros_like(p)  # period without any gradient is a step with one of zero
         # Backward adds the embedding's rows to its gradient, not a dense tensor of that size.
         models.policy.get_input_embeddings().sparse = models.device.type == "cpu"
         self._start_period()
@@ -451,8 +458,8 @@ class Trainer:
                                 config.prompts * config.samples, config.max_new_tokens)
         sampled = torch.tensor([x for r in responses for x in r.logprobs])
         of = packed.response_of
-        return MicroBatch(*(x.to(self.models.device)
-                            for x in (packed, advantages[of], weights[of], sampled)))
+        return MicroBatch(packed, *(upload(x, self.models.device)
+                                    for x in (advantages[of], weights[of], sampled)))
 
     def _backward_passes(self) -> None:
         """What follows a forward pass (1F1B): every micro-batch in flight, the newest first, goes
@@ -587,7 +594,11 @@ class Scorer:
                 tqdm.write(f"a reward of problem {problem.key} took more than --reward-seconds "
                            f"{self.seconds} and counts 0")
                 return 0.0
-        return math.nan if reward is None else float(reward)
+        reward = math.nan if reward is None else float(reward)
+        if math.isinf(reward):
+            raise ValueError(f"the reward of a response to problem {problem.key} is {reward}, not "
+                             "a finite number, or None for none")
+        return reward
 
 
 def in_thread(function: Callable, *args) -> asyncio.Future:
@@ -621,7 +632,10 @@ def reward_function(name: str) -> Callable:
     path, _, function = name.rpartition(":")
     sys.path.insert(0, str(Path(path).parent))  # it may import what lies beside it
     try:
-        return runpy.run_path(path)[function]
+        loaded = runpy.run_path(path)[function]
+        if not callable(loaded):
+            raise TypeError(f"{function} is no function")
+        return loaded
     except (Exception, SystemExit) as error:  # whatever the file raises
         raise ValueError(f"--reward {name} is neither math nor FILE.py:FUNCTION that loads: "
                          f"{type(error).__name__}: {error}") from None
@@ -811,14 +825,16 @@ def restore(config: Config, out: Path, problems_sha256: str, policy) -> dict:
         if found := checkpoints(out):
             raise ValueError(f"{out} holds {found[-1].name} of another run: --resume it, or choose "
                              "another --out")
-        return {"history": [], "problems_sha256": problems_sha256, "eval_first": None,
+        return {"history": [], "problems_sha256": problems_sha256, "evals": [],
                 "rollouts_sha256": "", "rollouts_bytes": 0}
+    damaged = []
     for folder in sorted(out.glob("period-*"), reverse=True):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of a damaged one
             state = json.loads((folder / "state.json").read_text())
             if state["files"] == digests(folder):
                 break
         print(f"{folder} is damaged: the checkpoint before it is used")
+        damaged.append(folder)
     else:
         raise ValueError(f"--resume: no whole checkpoint in {out}")
     changed = [as_flags({name: state["config"].get(name)}) for name, value in vars(config).items()
@@ -827,16 +843,17 @@ def restore(config: Config, out: Path, problems_sha256: str, policy) -> dict:
         changed.append("problems in --data")
     if changed:
         raise ValueError(f"--resume: {folder} was made with {', '.join(changed)}")
+    for broken in damaged:  # it must not count as one of those kept
+        with contextlib.suppress(OSError):
+            (broken / "state.json").rename(broken / "damaged.json")
     policy.load_state_dict(load(str(folder))[0].state_dict())
-    state["optimizer"] = torch.load(folder / "optimizer.pt", weights_only=True)
+    state["optimizer"] = torch.load(folder / "optimizer.pt", "cpu", weights_only=True)
     shutil.copy(folder / "metrics.jsonl", out)
     state["history"] = [{name: math.nan if value is None else value for name, value in
                          json.loads(line).items()} for line in open(out / "metrics.jsonl")]
     if any(state["config"].get(name) != getattr(config, name)
            for name in ("eval_data", "eval_samples", "eval_limit")):
-        state["eval_first"] = None  # its results compare with none of this evaluation's
-        for metrics in state["history"]:
-            metrics.pop("eval_reward", None)
+        state["evals"] = []  # they compare with none of this evaluation's
     return state
 
 
@@ -864,6 +881,7 @@ async def evaluate(run, out: Path) -> float:
             for text, reward in zip(texts, scores):
                 shown.setdefault("right" if reward > 0.5 else "wrong", (problem, text))
             rewards += scores
+    run.state["evals"].append(mean_scored(rewards))
     tqdm.write(f"after {generator.version} periods: {mean_scored(rewards):.3f} on "
                f"{len(run.held_out)} held-out problems, {samples} answer(s) each")
     for verdict, (problem, text) in sorted(shown.items()):
@@ -873,11 +891,7 @@ async def evaluate(run, out: Path) -> float:
 
 def as_json(record: dict) -> str:
     """One line of JSON, which knows no NaN and no infinity: null."""
-    def plain(value):
-        if isinstance(value, list):
-            return [plain(v) for v in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-    return json.dumps({name: plain(value) for name, value in record.items()})
+    return json.dumps(json.loads(json.dumps(record), parse_constant=lambda _: None))
 
 
 def write_rollouts(run, period: int, groups: Sequence[Group], file) -> None:
@@ -901,8 +915,8 @@ async def run_periods(run, out: Path) -> list[dict]:
           tqdm(initial=len(history), total=config.periods, unit="period", disable=None) as bar):
         rollouts.truncate(min(run.state["rollouts_bytes"], rollouts.tell()))
         async with run.generator as generator:
-            if run.held_out and run.state["eval_first"] is None:
-                run.state["eval_first"] = await evaluate(run, out)
+            if run.held_out and not run.state["evals"]:
+                await evaluate(run, out)
             for period in range(len(history), config.periods):
                 timeline.open()
                 problems = draw_problems(run.rows, config.seed, period * config.prompts,
@@ -945,9 +959,7 @@ def summary(run, history: list[dict]) -> dict:
             "overlap_bound": (generate + train) / max(generate, train),
             "logp_gap_max": max(h["logp_gap_max"] for h in history)}
     if run.held_out:
-        later = [h["eval_reward"] for h in history if "eval_reward" in h]
-        first = run.state["eval_first"]
-        result |= {"eval_first": first, "eval_last": later[-1] if later else first}
+        result |= {"eval_first": run.state["evals"][0], "eval_last": run.state["evals"][-1]}
     weights = hashlib.sha256()
     for _, parameter in sorted(run.trainer.models.policy.named_parameters()):
         weights.update(parameter.detach().cpu().numpy().tobytes())
@@ -966,8 +978,9 @@ def train(config: Config) -> dict:
         out = Path(config.out)
         out.mkdir(parents=True, exist_ok=True)
         shared = thread("all cores")
-        run = shared.submit(set_up, config, out, shared).result()
-    except (ValueError, OSError) as error:
+        with named_if_no_memory("the set-up", "--rows or --max-new-tokens"):
+            run = shared.submit(set_up, config, out, shared).result()
+    except (ValueError, OSError, MemoryError) as error:
         raise UserError(" ".join(str(error).split())) from error
     try:
         history = asyncio.run(run_periods(run, out))

@@ -58,7 +58,7 @@ class Straight:
         for state in (found, right):
             del state["config"], state["files"]["metrics.jsonl"]
             if evaluated:
-                del state["eval_first"]
+                del state["evals"]
         assert found == right
         assert evaluated or metrics(out / name(period)) == metrics(self.folder / name(period))
 
@@ -158,7 +158,8 @@ def test_bad_steps_are_counted_across_a_resume(straight, tmp_path, monkeypatch):
     right, out = straight(8), tmp_path / "out"
     state = right.copied(out, 1) / name(1) / "state.json"
     state.write_text(state.read_text().replace('"bad_steps": 0', '"bad_steps": 2'))
-    monkeypatch.setattr(periodic_async, "math_reward", lambda *_: float("inf"))
+    monkeypatch.setattr(periodic_async, "group_advantages",
+                        lambda rewards, scale: torch.full((len(rewards),), torch.inf))
     with pytest.raises(FloatingPointError, match="3 steps in a row"):
         train(right.again(out, resume=True, periods=2))
     assert left(out) == [name(1)]
@@ -470,6 +471,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(straight, tmp_pat
             DAMAGES[damage](out / name(period))
         with pytest.raises(UserError, match="no whole checkpoint"):
             train(right.again(out, resume=True, periods=2))
+
+
+def test_a_damaged_checkpoint_is_not_one_of_those_kept(straight, tmp_path):
+    """A20: one that the resumed run passes by took the place of a whole one of --keep."""
+    right, out = straight(8), tmp_path / "out"
+    right.copied(out, 1, 2)
+    flip(out / name(2))
+    train(right.again(out, resume=True, periods=3, save_every=3, keep=2))
+    assert periodic_async.checkpoints(out) == [out / name(1), out / name(3)]
 
 
 STRAY = {"a file": lambda out: (out / "period-000099").write_text("not a folder"),

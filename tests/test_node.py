@@ -67,15 +67,18 @@ class Npu(torch.Tensor):
         if op._can_decompose():
             return op.decompose(*args, **kwargs)
         if op is aten.copy_.default and isinstance(args[0], Npu):
-            return copied(*args[:2])
+            return copied(*args)
         return computed(op, args, dict(kwargs))
 
 
-def copied(target, source):
-    """The one operation between devices. A target without memory, see `be_npus`, takes nothing."""
+def copied(target, source, non_blocking=False):
+    """The one operation between devices, for which the host need not wait if it is non_blocking,
+    and from pinned memory. A target without memory, see `be_npus`, takes nothing."""
     if isinstance(source, Npu):
         used(source.device)
         source = source.host
+    elif not (non_blocking and getattr(source, "pinned", False)):
+        READS[span(), "copy to the device"] += 1
     if target.host.is_meta:
         source.sum()  # reads its pages
     else:
@@ -139,6 +142,12 @@ def used(where):
     STREAMS[span(), str(where)].add(getattr(SPAN, str(where), 0))
 
 
+def pinned(x):
+    made = x.clone()
+    made.pinned = True
+    return made
+
+
 class Stream:
     """What stands for `torch.Stream`: each has a number."""
     numbers = itertools.count(1)
@@ -194,6 +203,7 @@ def be_npus(memory="cpu"):
     torch.accelerator.synchronize = lambda device=None: None
     torch.inference_mode = torch.no_grad
     torch.Stream = Stream
+    torch.Tensor.pin_memory = pinned
 
 
 def watched_run():

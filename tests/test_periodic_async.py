@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -654,6 +655,11 @@ def bad_inputs(tmp_path_factory, random_folder):
     config = json.loads((Path(random_folder) / "config.json").read_text())
     (sliding / "config.json").write_text(json.dumps(config | {"model_type": "mistral",
                                                               "sliding_window": 4096}))
+    odd = folder / "odd"
+    odd.mkdir()
+    (odd / "config.json").write_text(json.dumps(config | {"num_attention_heads": 3}))
+    shutil.copytree(random_folder, folder / "other")
+    (folder / "other" / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
     return folder
 
 
@@ -669,6 +675,10 @@ def bad_inputs(tmp_path_factory, random_folder):
     (["--data", "{bad}/three.jsonl", "--max-prompt-tokens", "2"], "3 problems read, 0 kept"),
     (["--model", "{bad}/nowhere"], "nowhere"), (["--model", "{bad}"], "{bad}"),
     (["--model", "{bad}/sliding"], "sliding_window=4096"),
+    (["--model", "{bad}/odd"], "cannot load the model {bad}/odd: "),
+    (["--model", "{bad}/other"], "cannot load the model {bad}/other: "),
+    (["--seed", str(2**63)], "--seed must be below 2**63"),
+    (["--rows", "1000000000"], "out of memory in the set-up: lower --rows"),
     (["--out", "{bad}/empty.jsonl"], "empty.jsonl"),
     (["--train-devices", "cuda:0"], "no device cuda:0"),
 ])

@@ -207,6 +207,10 @@ def test_what_a_reward_may_return(awaited):
     assert [type(reward) for reward in found] == [float] * 7
     assert all(math.isnan(reward) for reward in found[:2])
     assert found[2:] == [1.0, 0.0, 1.0, 0.25, 0.5]
+    values[1] = -math.inf  # it would make every advantage of the group NaN, and so the step
+    with pytest.raises(BaseException) as caught:
+        scored(coroutine if awaited else plain, range(7), key=4711)
+    assert "problem 4711 is -inf" in str(original(caught.value))
 
 
 @pytest.mark.parametrize("error", [ValueError, TimeoutError, StopIteration])
@@ -417,7 +421,8 @@ def test_a_reward_of_ones_own(reward_file):
 
 @pytest.mark.parametrize("content, function, cause", [
     (None, "score", "No such file"), ("x = 1\n", "nothing", "nothing"),
-    ("x = 1\ndef score(:\n", "score", "line 2"), ("x = 1 / 0\n", "score", "division by zero"),
+    ("x = 1\n", "x", "no function"), ("x = 1\ndef score(:\n", "score", "line 2"),
+    ("x = 1 / 0\n", "score", "division by zero"),
     ("import no_such_module\n", "score", "no_such_module"), (REWARD, "", "")])
 def test_a_reward_that_does_not_load(tmp_path, content, function, cause):
     """A18: one sentence that names the flag, the file and what is wrong with it."""
