@@ -1,6 +1,7 @@
 """Host milliseconds of a decode step and of a training micro-batch, alone and beside the other.
 
-    python tests/bench_host.py
+    python tests/bench_host.py            # models that compute next to nothing
+    python tests/bench_host.py MODEL      # a real one: which of it is the interpreter's lock?
 
 Models of 2, 12 and 28 layers in which a layer computes next to nothing, so what is measured is the
 host's work: Python, dispatch, autograd. On an accelerator it hides behind the device's work, as
@@ -8,9 +9,16 @@ long as it is shorter; with both sides in one process it also waits for the inte
 core a side. The device times beside it are arithmetic, for a 7B model of 28 layers in bfloat16 on
 one device of 1.6 TB/s and 300 TFLOP/s of which 40 % are reached: a decode step reads all weights; a
 micro-batch of 4,096 tokens costs 8 FLOPs a parameter and token (policy 6, reference 2).
+
+With MODEL both sides compute: 8 rows; a prompt of 115 tokens and 4 responses of 37. Each is timed
+alone, beside the other side in a thread, and beside it in a process: that shares the memory and the
+caches, but not the lock.
 """
+import argparse
+import contextlib
 import json
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -19,10 +27,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from attention import attach, pack
-from model import InferenceCopy, TriModel, frozen_copy
+from model import InferenceCopy, TriModel, frozen_copy, load
 
 LAYERS, REPEATS = (2, 12, 28), 40
 WEIGHTS = 7.6e9
@@ -30,19 +39,24 @@ DECODE_DEVICE = 1e3 * WEIGHTS * 2 / 1.6e12
 TRAIN_DEVICE = 1e3 * WEIGHTS * 8 * 4096 / (0.4 * 300e12)
 
 
-def sides(layers):
-    """Two functions: a decode step of 8 rows, and a micro-batch of 8 responses of 4 tokens."""
+def of_layers(layers):
+    """A model that computes next to nothing."""
     config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_attention_heads=2,
                          num_key_value_heads=1, num_hidden_layers=layers)
-    policy = attach(LlamaForCausalLM(config).train())
-    copy = InferenceCopy(frozen_copy(policy), [-1], rows=8, longest_prompt=8, max_new_tokens=64)
+    return attach(LlamaForCausalLM(config).train())
+
+
+def sides(policy, prompt=4, responses=8, tokens=4):
+    """Two functions: a decode step of 8 rows, and a micro-batch of one prompt's responses."""
+    copy = InferenceCopy(frozen_copy(policy), [-1], rows=8, longest_prompt=prompt,
+                         max_new_tokens=64)
     models = TriModel(policy, copy.model, frozen_copy(policy))
-    packed = pack([[1, 2, 3, 4]], [[[5, 6, 7, 8]] * 8], multiple=8)
+    packed = pack([[1] * prompt], [[[5] * tokens] * responses], multiple=8)
     uniforms = np.random.default_rng(0).random((8, 64), dtype=np.float32)
 
     def decode():
         if copy.idle:
-            copy.submit(0, [1, 2, 3], uniforms)
+            copy.submit(0, [1] * prompt, uniforms)
         while copy.admits:
             copy.launch()
             copy.finish()
@@ -53,7 +67,7 @@ def sides(layers):
         logprobs, _, reference = models.logprobs(packed)
         (logprobs - reference).square().sum().backward()
 
-    return decode, train
+    return {"decode": decode, "train": train}
 
 
 def milliseconds(function, repeats=REPEATS):
@@ -66,8 +80,9 @@ def milliseconds(function, repeats=REPEATS):
     return 1e3 * statistics.median(taken)
 
 
-def beside(function, other):
-    """Milliseconds of a function while another thread runs the other."""
+@contextlib.contextmanager
+def in_thread(other):
+    """A function runs over and over in another thread."""
     done = threading.Event()
 
     def run():
@@ -78,20 +93,75 @@ def beside(function, other):
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        return milliseconds(function)
+        yield
     finally:
         done.set()
         thread.join()
 
 
+@contextlib.contextmanager
+def in_process(model, side):
+    """A side of MODEL runs over and over in another process: it shares the memory's bandwidth and
+    the caches, but no lock of the interpreter."""
+    with subprocess.Popen([sys.executable, __file__, model, "--only", side],
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as other:
+        other.stdout.readline()  # it has begun
+        try:
+            yield
+        finally:
+            other.kill()
+
+
+def real(model, repeats):
+    """Medians of each side of a real model: alone, beside the other in a thread, in a process."""
+    functions, taken = sides(load(model)[0], prompt=115, responses=4, tokens=37), {}
+    for _ in range(repeats):  # interleaved: the machine's speed drifts
+        for side, other in (("decode", "train"), ("train", "decode")):
+            count = 20 if side == "decode" else 3
+            for case, beside in (("alone", contextlib.nullcontext()),
+                                 ("thread", in_thread(functions[other])),
+                                 ("process", in_process(model, other))):
+                with beside:
+                    milliseconds(functions[side], 1)
+                    taken.setdefault((side, case), []).append(
+                        milliseconds(functions[side], count))
+    return {side: {case: statistics.median(taken[side, case])
+                   for case in ("alone", "thread", "process")} for side in functions}
+
+
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", help="a real one: beside a thread, beside a process")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=("decode", "train"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if given.only:
+        torch.set_num_threads(1)
+        function = sides(load(given.model)[0], prompt=115, responses=4, tokens=37)[given.only]
+        function()
+        print("begun", flush=True)
+        while True:
+            function()
+    if given.model:
+        found = real(given.model, given.repeats)
+        print(f"{given.model}, float32, a thread a side, ms; median of {given.repeats}\n"
+              "             alone   beside a thread   beside a process of the other side")
+        for side, ms in found.items():
+            print("{0:8} {alone:9.1f} {thread:9.1f} {1:.3f} {process:11.1f} {2:.3f}".format(
+                side, ms["thread"] / ms["alone"], ms["process"] / ms["alone"], **ms))
+        return print(json.dumps(found))
     rows = []
     for layers in LAYERS:
-        decode, train = sides(layers)
+        decode, train = sides(of_layers(layers)).values()
         milliseconds(decode, 5), milliseconds(train, 5)
-        rows.append({"layers": layers, "decode": milliseconds(decode),
-                     "decode_beside_training": beside(decode, train),
-                     "train": milliseconds(train), "train_beside_decoding": beside(train, decode)})
+        row = {"layers": layers, "decode": milliseconds(decode), "train": milliseconds(train)}
+        with in_thread(train):
+            row["decode_beside_training"] = milliseconds(decode)
+        with in_thread(decode):
+            row["train_beside_decoding"] = milliseconds(train)
+        rows.append(row)
     print("host ms   a decode step      a training micro-batch\n"
           "layers    alone   beside     alone   beside")
     for row in rows:

@@ -1,7 +1,10 @@
 """The project keeps its own promises: size, imports, what the README says of flags and metrics."""
 import ast
 import dataclasses
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,3 +80,21 @@ def test_flags():
     """At most 38, each with its help text."""
     assert len(dataclasses.fields(Config)) <= 38
     assert all(field.metadata["help"] for field in dataclasses.fields(Config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [
+    "bench_rollout.py MODEL --rows 8 --prompts 2",
+    "bench_overlap.py MODEL --data DATA --groups 2 --new-tokens 8",
+    "bench_trainer.py MODEL --repeats 1 --shapes 8,2,4 --vocabularies 100",
+    "bench_end_to_end.py MODEL DATA --prompts 1 --samples 2 --new-tokens 4 --steps 2",
+    "bench_host.py MODEL --repeats 1", "bench_host.py", "bench_schedule.py MODEL"])
+def test_benchmarks_run(random_folder, tmp_path, command):
+    """One that calls what is gone: each ends with a JSON object, on a model of random weights."""
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "1+1=", "answer": "2"}\n' * 8)
+    words = [{"MODEL": str(random_folder), "DATA": str(data)}.get(w, w) for w in command.split()]
+    done = subprocess.run([sys.executable, ROOT / "tests" / words[0], *words[1:]], timeout=120,
+                          cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert isinstance(json.loads(done.stdout.splitlines()[-1]), dict)
