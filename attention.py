@@ -144,11 +144,9 @@ class Slots:
 
     def __init__(self, layers: int, rows: int, heads: int, prompt: int, response: int, size: int,
                  *, dtype: torch.dtype, device: torch.device):
-        # Keys (layers, slots, key/value heads, size, places): in this order the bits of a query's
-        # product do not depend on threads. Values (layers, slots, heads, places, size).
-        self.prompts, self.responses = (
-            [torch.zeros(layers, rows, heads, *shape, dtype=dtype, device=device)
-             for shape in ((size, places), (places, size))] for places in (prompt, response))
+        self.prompts, self.responses = (  # keys and values
+            [torch.zeros(layers, rows, heads, places, size, dtype=dtype, device=device)
+             for _ in range(2)] for places in (prompt, response))
 
     def aim(self, stored: Sequence[Tensor], slot: Tensor, place: Tensor) -> None:
         """Aim the next pass: token i is written to slot[i] and place[i] of prompts or responses."""
@@ -156,10 +154,8 @@ class Slots:
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store the keys and values, (n, heads, size), of the tokens that `aim` chose."""
-        n = len(self.slot)
-        keys, values = (stored[layer] for stored in self.stored)
-        keys[self.slot, :, :, self.place] = key[:n].to(keys.dtype)
-        values[self.slot, :, self.place] = value[:n].to(values.dtype)
+        for stored, x in zip(self.stored, (key, value)):
+            stored[layer][self.slot, :, self.place] = x[:len(self.slot)].to(stored.dtype)
 
     def aim_decode(self, lengths: Tensor, places: Tensor, slot: Tensor, lane: Tensor,
                    lanes: Tensor, widths: tuple[int, int]) -> None:
@@ -192,16 +188,15 @@ class Slots:
         rows, heads, _, size = query.shape
         self.write(layer, key[:, :, 0], value[:, :, 0])
         keys, values = (stored[layer, :rows].flatten(0, 1) for stored in self.responses)
-        keys, values = keys[..., :self.widths[1]], values[:, :self.widths[1]]  # (rows * heads, ..)
-        prompt_keys, prompt_values = (stored[layer, :self.count] for stored in self.prompts)
+        keys, values = keys[:, :self.widths[1]], values[:, :self.widths[1]]  # (rows * heads, ..)
+        prompt_keys, prompt_values = (stored[layer, :self.count, :, :self.widths[0]]
+                                      for stored in self.prompts)
         query = (query * scaling).view(len(keys), -1, size).to(keys.dtype)
-        scores = torch.cat([self._with_prompts(query, prompt_keys[..., :self.widths[0]]),
-                            query @ keys], -1)
+        scores = torch.cat([self._with_prompts(query, prompt_keys.mT), query @ keys.mT], -1)
         scores = scores.view(rows, -1, *scores.shape[1:]) + self.bias[:, None, None]
         weights = scores.softmax(-1).flatten(0, 1).to(keys.dtype)  # float32 before, as the bias is
         of_prompt, of_own = weights.split(self.widths, -1)
-        output = (self._with_prompts(of_prompt, prompt_values[..., :self.widths[0], :])
-                  + of_own @ values)
+        output = self._with_prompts(of_prompt, prompt_values) + of_own @ values
         return output.view(rows, 1, heads, size)
 
 

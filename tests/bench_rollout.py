@@ -105,7 +105,8 @@ def attention_products(model, slots, rows):
     for layer in range(model.config.num_hidden_layers):
         keys, values = (x[layer, :rows].flatten(0, 1) for x in slots.responses)
         prompt_keys, prompt_values = (x[layer, :slots.count] for x in slots.prompts)
-        pairs = ((keys[..., :own], g), (values[:, :own], g), (prompt_keys[..., :prompt], lanes),
+        pairs = ((keys[:, :own].mT, g), (values[:, :own], g),
+                 (prompt_keys[..., :prompt, :].mT, lanes),
                  (prompt_values[..., :prompt, :], lanes))
         begun = time.perf_counter()
         left = [random(right, m, right.shape[-2]) for right, m in pairs]
