@@ -297,9 +297,10 @@ class Probes:
     async def training(self) -> float:
         """Seconds a packed token of micro-batches with lengths like the setting's, not its own."""
         trainer, groups, tokens = self.run.trainer, [], 0
+        vocabulary = trainer.models.policy.vocab_size
         for lengths, problem in zip(self.setting.lengths(PROBE_GROUPS, seed=1), self.problems):
             # Random: one token again and again has gradients so small that arithmetic is slow.
-            responses = tuple(Response(tuple(self.rng.integers(100, 10_000, n).tolist()),
+            responses = tuple(Response(tuple(self.rng.integers(10, vocabulary, n).tolist()),
                                        (-1.0,) * n, True) for n in lengths)
             groups.append(Group(problem, responses, tuple(await rewards(problem, responses)), 0))
             tokens += len(problem.prompt_ids) + sum(lengths)
