@@ -29,9 +29,10 @@ GROUPED = ("cpu", "npu")  # devices whose fused kernels take grouped queries, se
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on a device, launched: from memory that is not pinned, the host would wait
-    until the device has done all it has to do."""
-    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+    """A tensor on a device, launched: from memory of the host that is not pinned, the host would
+    wait until the device has done all it has to do."""
+    to_pin = x.device.type == "cpu" and device.type != "cpu"
+    return (x.pin_memory() if to_pin else x).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -362,6 +362,6 @@ def test_packed_moves_whole(monkeypatch):
     """`.to` moves every tensor, and with it the masks that are made from them."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)  # needs an accelerator
     whole = pack([P], [[A, B]])
-    packed = whole.to("meta")
+    packed = whole.to("meta").to("meta")
     assert {v.device.type for v in vars(packed).values()} == {"meta"}
     assert packed.response_mask.device.type == packed.dense_mask.device.type == "meta"
