@@ -240,8 +240,8 @@ def _dense(query, key, value, packed, scaling):
 
 
 def _attention(over_packed):
-    """Training: `packed` alone. Prefill: `packed` and `slots`. Decoding: `slots` alone."""
     def attention(module, query, key, value, attention_mask, scaling, packed=None, slots=None, **_):
+        """Training: `packed` alone. Prefill: `packed` and `slots`. Decoding: `slots` alone."""
         if attention_mask is not None or (packed is None and slots is None):
             raise ValueError("an attached model takes packed= or slots=, and no attention mask")
         if packed is None:

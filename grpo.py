@@ -250,7 +250,7 @@ def _split(text: str) -> list[str]:
 def _value(text: str):
     """What an answer says, to be compared: a fraction for one number, a frozenset for a set or a
     bare list of solutions, brackets and values for an interval or a tuple; else one spelling."""
-    text = _normalised(text)
+    text = _normalised(text)  # one bracket around it all: (1,2),(3,4) is a list
     whole = len(_split(text)) == 1 and re.fullmatch(r"(\\\{|[(\[])(.*?)(\\\}|[)\]])", text,
                                                     re.DOTALL)
     inner = _split(whole[2]) if whole else []
@@ -268,7 +268,8 @@ def _value(text: str):
         before = text
         for pattern, new in _SPELLING:
             text = pattern.sub(new, text)
-    return text.lower() if text.isalpha() and (len(text) > 2 or text.lower() == "no") else text
+    word = text.isalpha() and (len(text) > 2 or text.lower() == "no")  # but AB may be a segment
+    return text.lower() if word else text
 
 
 def math_reward(response: str, gold: str) -> float:

@@ -399,7 +399,7 @@ class InferenceCopy:
                                        # first token, its log-prob): prefilled, without a row yet
         self.stream = contextlib.nullcontext()
         if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)  # all above, of another stream
+            torch.accelerator.synchronize(self.device)  # what the default stream made is there
             self.stream = torch.Stream(self.device)
 
     def submit(self, ticket, prompt_ids: Sequence[int], uniforms: np.ndarray) -> None:

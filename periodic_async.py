@@ -541,11 +541,11 @@ async def run_period(generator, trainer, problems: Sequence[Problem], samples: i
     groups = []
 
     async def produce(problem):
+        """Queue the scoring, not the scored group: a slow reward must not change the order."""
         version = generator.version
         responses = await generator.generate(problem, samples)
         if len(responses) != samples:
             raise RuntimeError(f"{samples} responses were asked for, {len(responses)} came")
-        # Queue the scoring, not the scored group: a slow reward must not change the order.
         queue.put_nowait(producers.create_task(finish(problem, responses, version)))
 
     async def finish(problem, responses, version):
