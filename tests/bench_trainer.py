@@ -6,8 +6,9 @@ Forward and backward pass of one group of P prompt tokens and K responses of R t
 float32: the policy alone, without loss, reference and optimizer step. Three forms: repeat (a prompt
 a response), dense (a T x T mask), shared. Medians, the forms interleaved, after a warm-up of each;
 the matmul peak is a product of 512 rows with a matrix shaped as in the MLP, in between. FLOPs are
-the model's: projections, head (forward twice), attention over the pairs that may attend. The
-ceiling is the share of that peak that the products of the shared pass reach alone, attention fused.
+the model's: projections, head (forward twice), attention over the pairs that may attend. Beside the
+share of the FLOP ratio that the speed-up reaches, and that of the peak, stand their ceilings: what
+the products of the two passes reach alone, attention fused.
 Head: 2,048 tokens of hidden size 896, in a process of its own: the peak of resident memory in
 forward and backward above weight, its gradient and hidden states, beside the size of all logits.
 """
@@ -91,7 +92,8 @@ def measure(model, shape, repeats):
     """What is reported of one shape."""
     (p, k, r), rng = shape, np.random.default_rng(0)
     group = [rng.integers(10, model.vocab_size, p)], [rng.integers(10, model.vocab_size, (k, r))]
-    seconds, logprobs, rates, products = {form: [] for form in FORMS}, {}, [], []
+    seconds, products = ({form: [] for form in FORMS} for _ in range(2))
+    logprobs, rates = {}, []
     for repeat in range(-1, repeats):  # -1: warm-up
         for form, kind in FORMS.items():  # interleaved: the machine's speed drifts
             attach(model, kind)
@@ -101,22 +103,27 @@ def measure(model, shape, repeats):
             result.sum().backward()
             if repeat >= 0:
                 seconds[form].append(time.perf_counter() - start)
+                if form != "dense":
+                    products[form].append(products_seconds(model, packed))
                 rates += matmul_rates(model.config)
             logprobs[form] = result.detach()
             model.zero_grad(set_to_none=False)  # as the trainer does
-        products.append(products_seconds(model, packed))  # of shared, the last form
     for form in FORMS:
         torch.testing.assert_close(logprobs[form], logprobs["repeat"], atol=1e-2, rtol=0)
     seconds = {form: statistics.median(values) for form, values in seconds.items()}
-    cost = packed.cost()
+    products = {form: statistics.median(products[form]) for form in ("repeat", "shared")}
+    cost = packed.cost()  # of shared, the last form
     most = statistics.median(rates)
     flops = {form: model_flops(model, cost[f"tokens_{form}"], k * r, cost[f"pairs_{form}"])
              for form in ("repeated", "shared")}
+    flop_ratio = flops["repeated"] / flops["shared"]
     return {"P": p, "K": k, "R": r, "token_ratio": cost["tokens_repeated"] / cost["tokens_shared"],
-            "flop_ratio": flops["repeated"] / flops["shared"],
+            "flop_ratio": flop_ratio,
             **{f"{form}_speedup": seconds["repeat"] / seconds[form] for form in list(FORMS)[1:]},
+            "flop_share": seconds["repeat"] / seconds["shared"] / flop_ratio,
+            "flop_share_ceiling": products["repeat"] / products["shared"] / flop_ratio,
             "matmul_share": flops["shared"] / seconds["shared"] / most,
-            "ceiling": flops["shared"] / statistics.median(products[1:]) / most,
+            "matmul_share_ceiling": flops["shared"] / products["shared"] / most,
             **{f"{form}_seconds": taken for form, taken in seconds.items()}}
 
 
@@ -160,16 +167,17 @@ def main():
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     print(f"{given.model}, float32, {given.threads} thread(s), median of {given.repeats}\n"
-          "                seconds                  speed-up         fewer             share of\n"
+          "                seconds                  speed-up         fewer"
+          "         share (ceiling) of\n"
           "   P   K    R    repeat   dense  shared   dense  shared  tokens   FLOPs"
-          "   FLOP ratio  matmul peak (shared)  ceiling")
+          "    FLOP ratio   matmul peak")
     shapes, peaks = [], {}
     for shape in given.shapes:
         shapes.append(row := measure(model, shape, given.repeats))
         print("{P:4} {K:3} {R:4} {repeat_seconds:9.2f} {dense_seconds:7.2f} {shared_seconds:7.2f}"
               "{dense_speedup:7.2f}x{shared_speedup:7.2f}x{token_ratio:7.2f}x{flop_ratio:7.2f}x"
-              "{0:12.0%} {matmul_share:12.0%} {ceiling:18.0%}".format(
-                  row["shared_speedup"] / row["flop_ratio"], **row), flush=True)
+              "{flop_share:8.0%} ({flop_share_ceiling:.0%}) {matmul_share:6.0%} "
+              "({matmul_share_ceiling:.0%})".format(**row), flush=True)
     for v in given.vocabularies:
         command = [given.model, f"--threads={given.threads}", f"--head-peak={v}"]
         peaks[v] = float(subprocess.check_output([sys.executable, __file__, *command]))
