@@ -19,7 +19,6 @@ Who waits for what:
 import argparse
 import asyncio
 import contextlib
-import functools
 import hashlib
 import inspect
 import itertools
@@ -55,7 +54,7 @@ from model import (InferenceCopy, TriModel, copy_weights, devices, fetch, frozen
 
 CLIP_NORM = 1.0       # global norm of a step's gradient
 WARMUP_PERIODS = 5    # until the learning rate is reached, linearly
-RUNS = "runs/%Y-%m-%d_%H-%M-%S"
+RUNS = f"runs/%Y-%m-%d_%H-%M-%S_{os.getpid()}"  # two may start within a second
 BAD_STEPS = 3         # steps in a row without a finite gradient that end the run
 EVAL_KEYS = 2**62     # keys of evaluated problems start here, above all that are trained on
 # Flags that a resumed run may change: the tokens and weights of its periods stay the same.
@@ -169,6 +168,7 @@ class Timeline:
     def __init__(self, trace: Path):
         self.start, self.end = 0.0, 0.0
         self.spans: list[tuple[str, str, float, float]] = []
+        self.working: set[str] = set()  # the sides at work now
         self.file = open(trace, "w")
         print("[", file=self.file)
 
@@ -217,8 +217,6 @@ class Worker:
     def __init__(self, side: str, timeline: Timeline, shared: ThreadPoolExecutor | None = None,
                  relief: str = ""):
         self.side, self.timeline, self.relief = side, timeline, relief
-        self.other: Worker | None = None
-        self.needed = False  # this side has work, and wants its cores
         self.own = thread(side)
         self.shared = shared or self.own
 
@@ -226,7 +224,7 @@ class Worker:
         """Call a function in a thread; a span of the timeline under `name`. The one named `step`
         always has all cores."""
         # The rounding of a step's gradient norm depends on the number of threads: always the same.
-        alone = name == "step" or (LENDING and not (self.other and self.other.needed))
+        alone = name == "step" or (LENDING and not self.timeline.working)
         where, cores = (self.shared, CORES) if alone else (self.own, max(1, CORES // 2))
 
         def call():
@@ -237,7 +235,11 @@ class Worker:
                     return function(*args)
             finally:
                 self.timeline.spans.append((self.side, name, start, time.perf_counter()))
-        return await asyncio.get_running_loop().run_in_executor(where, call)
+        self.timeline.working.add(self.side)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(where, call)
+        finally:
+            self.timeline.working.discard(self.side)
 
 
 @contextlib.contextmanager
@@ -246,8 +248,8 @@ def named_if_no_memory(where: str, relief: str):
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-                "can't allocate memory" in str(error)):
+        if isinstance(error, MemoryError) or any(
+                said in str(error) for said in ("out of memory", "can't allocate memory")):
             raise MemoryError(f"out of memory in {where}: lower {relief}") from error
         raise
 
@@ -323,11 +325,9 @@ class Generator:
             while True:
                 await self._submitted.wait()
                 self._submitted.clear()
-                self.worker.needed = True
                 while busy := [copy for copy in self.copies if not copy.idle]:
                     name = "prefill" if any(copy.admits for copy in busy) else "decode"
                     self._deliver(await self.worker.run(name, self._step, busy))
-                self.worker.needed = False
         except Exception as error:
             self._error = error
             for future in self._futures:
@@ -371,7 +371,7 @@ class Trainer:
         # Micro-batches on their way back, each a list of (output, what the next stage took in) of
         # the stages whose backward passes are still to come; the last stage puts out the loss.
         self.flights: list[list[tuple[Tensor, Tensor | None]]] = []
-        self.parameters = [p for p in models.policy.parameters() if p.requires_grad]
+        self.parameters = list(models.policy.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate,
                                            weight_decay=0.0, fused=True)
         for p in self.parameters if config.periods else ():  # once: new memory is dear, and a
@@ -402,9 +402,7 @@ class Trainer:
 
     async def _train_waiting(self):
         groups, self.groups = self.groups, []
-        self.worker.needed = True
         await self.worker.run("train", self._train, groups)
-        self.worker.needed = False
 
     def _loss_scale(self) -> float:
         """What is known only when the period is complete: dapo's number of tokens."""
@@ -491,9 +489,8 @@ class Trainer:
 
     def _step(self) -> dict[str, float]:
         for inner in range(self.config.inner_steps):
-            if inner:
-                for batch in self.batches:
-                    self._backward(batch)
+            for batch in self.batches if inner else ():
+                self._backward(batch)
             while self.flights:
                 self._backward_passes()
             norm = self._optimizer_step()
@@ -504,8 +501,8 @@ class Trainer:
         tokens, first_tokens = max(sums["kept_tokens"], 1), max(sums["first_tokens"], 1)
         metrics = {
             "loss": sums["loss"] * self._loss_scale() / (inner + 1), "kl": sums["kl_sum"] / tokens,
-            **{f"{side}_share": sums[f"{side}_tokens"] / tokens
-               for side in ("clip_low", "clip_high")},
+            "clip_low_share": sums["clip_low_tokens"] / tokens,
+            "clip_high_share": sums["clip_high_tokens"] / tokens,
             "entropy": sums["entropy_sum"] / first_tokens, "logp_gap_max": sums["gap_max"],
             "logp_gap_mean": sums["gap_sum"] / first_tokens, "gradient_norm": norm,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
@@ -520,7 +517,7 @@ class Trainer:
             for p in self.parameters:
                 p.grad.mul_(self._loss_scale())
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM))
-        self.bad_steps = 0 if np.isfinite(norm) else self.bad_steps + 1
+        self.bad_steps = 0 if math.isfinite(norm) else self.bad_steps + 1
         if self.bad_steps == BAD_STEPS:
             raise FloatingPointError(f"the gradient was not finite in {BAD_STEPS} steps in a row; "
                                      "a lower --learning-rate may help")
@@ -583,11 +580,11 @@ class Scorer:
         return [reward.result() for reward in rewards]
 
     async def _reward(self, text: str, problem: Problem) -> float:
-        call = self.function if self.awaited else functools.partial(in_thread, self.function)
         async with self.seats:
             try:
                 async with asyncio.timeout(self.seconds) as limit:
-                    reward = await call(text, problem)
+                    reward = await (self.function(text, problem) if self.awaited
+                                    else in_thread(self.function, text, problem))
             except TimeoutError:
                 if not limit.expired():  # the function's own
                     raise
@@ -623,12 +620,11 @@ def reward_function(name: str) -> Callable:
     """`math`, or FILE.py:FUNCTION: that file is the only code of a user that a run executes.
     Raises ValueError for one that cannot be loaded."""
     if name == "math":
-        def plain(response, problem):
-            return math_reward(response, problem.answer)
+        plain = lambda response, problem: math_reward(response, problem.answer)
 
-        async def at_once(response, problem):
-            return math_reward(response, problem.answer)
-        return plain if math_verify else at_once  # a thread costs more than our own comparison
+        async def at_once(response, problem):  # a thread costs more than our own comparison
+            return plain(response, problem)
+        return plain if math_verify else at_once
     path, _, function = name.rpartition(":")
     sys.path.insert(0, str(Path(path).parent))  # it may import what lies beside it
     try:
@@ -692,7 +688,7 @@ def planned(config: Config) -> tuple[str, dict[str, float]]:
         totals = defaultdict(float)
         for role, part in parts:
             totals[role.split()[0]] += sum(x for x in part.values() if not isinstance(x, str))
-        return parts, dict(totals)
+        return parts, totals
 
     def over(totals):
         return [f"{name} would hold {total:.1f} GiB of {gib(name):.0f}"
@@ -711,8 +707,6 @@ def planned(config: Config) -> tuple[str, dict[str, float]]:
 
 def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNamespace:
     """The parts of a run, loaded. Raises ValueError or OSError for what the user can mend."""
-    for half_written in out.glob(".period-*"):
-        shutil.rmtree(half_written)
     train_on = devices(config.train_devices)
     if train_on[0].type != "cpu" and config.model != "tiny" and config.periods:
         planned(config)
@@ -733,6 +727,8 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
         repr([(r.prompt_ids, r.answer) for r in rows]).encode()).hexdigest()
     reference = frozen_copy(policy, dtype) if config.beta and config.periods else None
     state = restore(config, out, problems_sha256, policy)
+    for half_written in out.glob(".period-*"):
+        shutil.rmtree(half_written)
     copies = [InferenceCopy(place(frozen_copy(policy, dtype), [where]), stop_ids(policy, tokenizer),
                             rows=config.rows, longest_prompt=longest,
                             max_new_tokens=config.max_new_tokens, **settings)
@@ -749,12 +745,10 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
     train = Worker("train", timeline, shared,
                    f"--micro-batch-tokens {config.micro_batch_tokens} or --micro-batch-groups "
                    f"{config.micro_batch_groups}")
-    generate.other, train.other = train, generate
     trainer = Trainer(models, train, config)
     if config.resume:
         trainer.optimizer.load_state_dict(state.pop("optimizer"))
-        trainer.bad_steps = state["bad_steps"]
-        trainer.version = state["periods"]
+        trainer.version, trainer.bad_steps = len(state["history"]), state["bad_steps"]
     for copy in copies:
         copy.version = trainer.version
     return SimpleNamespace(
@@ -790,8 +784,8 @@ def save(run, out: Path) -> None:
     except Exception as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise OSError(f"{final} could not be saved: {error}") from error
-    older = [folder for folder in checkpoints(out) if folder.name < final.name]
-    for old in older[:max(0, len(older) + 1 - run.config.keep)] if run.config.keep > 0 else ():
+    found = [folder for folder in checkpoints(out) if folder.name <= final.name]
+    for old in found[:-run.config.keep] if run.config.keep > 0 else ():
         shutil.rmtree(old)
 
 
@@ -827,14 +821,13 @@ def restore(config: Config, out: Path, problems_sha256: str, policy) -> dict:
                              "another --out")
         return {"history": [], "problems_sha256": problems_sha256, "evals": [],
                 "rollouts_sha256": "", "rollouts_bytes": 0}
-    damaged = []
-    for folder in sorted(out.glob("period-*"), reverse=True):
+    folders = sorted(out.glob("period-*"), reverse=True)
+    for folder in folders:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of a damaged one
             state = json.loads((folder / "state.json").read_text())
             if state["files"] == digests(folder):
                 break
         print(f"{folder} is damaged: the checkpoint before it is used")
-        damaged.append(folder)
     else:
         raise ValueError(f"--resume: no whole checkpoint in {out}")
     changed = [as_flags({name: state["config"].get(name)}) for name, value in vars(config).items()
@@ -843,7 +836,7 @@ def restore(config: Config, out: Path, problems_sha256: str, policy) -> dict:
         changed.append("problems in --data")
     if changed:
         raise ValueError(f"--resume: {folder} was made with {', '.join(changed)}")
-    for broken in damaged:  # it must not count as one of those kept
+    for broken in folders[:folders.index(folder)]:  # it must not count as one of those kept
         with contextlib.suppress(OSError):
             (broken / "state.json").rename(broken / "damaged.json")
     policy.load_state_dict(load(str(folder))[0].state_dict())
@@ -879,7 +872,8 @@ async def evaluate(run, out: Path) -> float:
             print(as_json({"question": problem.question, "answer": problem.answer,
                            "responses": texts, "rewards": scores}), file=file)
             for text, reward in zip(texts, scores):
-                shown.setdefault("right" if reward > 0.5 else "wrong", (problem, text))
+                if not math.isnan(reward):
+                    shown.setdefault("right" if reward > 0.5 else "wrong", (problem, text))
             rewards += scores
     run.state["evals"].append(mean_scored(rewards))
     tqdm.write(f"after {generator.version} periods: {mean_scored(rewards):.3f} on "
@@ -1038,7 +1032,7 @@ def end(message: str, code: int) -> None:
     metrics are flushed a period, and a checkpoint has its name once it is whole."""
     with contextlib.suppress(Exception):  # closed, full, or a signal came while it was printing
         sys.stdout.flush()
-    os.write(2, f"{message}\n".encode())
+    os.write(2, f"{message}\n".encode(errors="backslashreplace"))
     os._exit(code)
 
 

@@ -674,6 +674,7 @@ def bad_inputs(tmp_path_factory, random_folder):
     (["--data", "{bad}/three.jsonl"], "3 problems read, 3 kept, but --data with --prompts 4 needs"),
     (["--data", "{bad}/three.jsonl", "--max-prompt-tokens", "2"], "3 problems read, 0 kept"),
     (["--model", "{bad}/nowhere"], "nowhere"), (["--model", "{bad}"], "{bad}"),
+    (["--model", "/\udcff"], "no model /\\udcff"),  # a name that is no UTF-8
     (["--model", "{bad}/sliding"], "sliding_window=4096"),
     (["--model", "{bad}/odd"], "cannot load the model {bad}/odd: "),
     (["--model", "{bad}/other"], "cannot load the model {bad}/other: "),
