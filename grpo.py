@@ -17,6 +17,7 @@ in a micro-batch, T packed tokens, A response tokens, V vocabulary.
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -77,7 +78,8 @@ def read_problems(path: str | Path) -> list[tuple[str, str]]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")  # a BOM would make the first line invalid
         array = text.lstrip().startswith("[")
-        lines = [json.dumps(x) for x in json.loads(text)] if array else text.split("\n")
+        lines = ([json.dumps(x) for x in json.loads(text, parse_float=str)] if array
+                 else text.split("\n"))
     except ValueError as error:  # UnicodeDecodeError is one, too
         raise ValueError(f"{path} is neither UTF-8 text nor a JSON array: {error}") from None
     rows = [_row(f"{path}, {'entry' if array else 'line'} {number}", line)
@@ -89,7 +91,7 @@ def read_problems(path: str | Path) -> list[tuple[str, str]]:
 
 def _row(where, line):
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_int=str, parse_float=str)  # not 5e-05
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(record, dict):
@@ -97,8 +99,8 @@ def _row(where, line):
     record = {name.lower(): value for name, value in record.items()}
     question = next((record[k] for k in ("question", "problem", "prompt") if record.get(k)), None)
     answer = record.get("answer")
-    if isinstance(answer, (str, int, float)) and not isinstance(answer, bool):
-        answer = str(answer).rpartition("####")[2].strip()
+    if isinstance(answer, str):
+        answer = answer.rpartition("####")[2].strip()
     for name, value in (("question, problem or prompt", question), ("answer", answer)):
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{where}: no text under {name}")
@@ -123,12 +125,11 @@ def draw_problems(rows: Sequence[Problem], seed: int, start: int, count: int) ->
     """Problems start .. start + count - 1 of the endless stream: shuffled epochs of `rows`, end to
     end, each with a key of its own. A pure function, so a resumed run needs no state."""
     size = len(rows)
-    places = [divmod(index, size) for index in range(start, start + count)]
-    order = {epoch: np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(size)
-             for epoch in {epoch for epoch, _ in places}}
     # A key names its row, key % size, and is unique although epochs repeat the rows.
-    keys = [epoch * size + int(order[epoch][place]) for epoch, place in places]
-    return [replace(rows[key % size], key=key) for key in keys]
+    keys = np.concatenate([
+        epoch * size + np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(size)
+        for epoch in range(start // size, (start + count) // size + 1)])
+    return [replace(rows[key % size], key=key) for key in keys[start % size:][:count].tolist()]
 
 
 # 65 digits at most: no sane answer is longer, and int() refuses thousands of them.
@@ -142,9 +143,9 @@ _NUMBER = re.compile(rf"""
     (?:\s*/\s*(-?(?:{_DIGITS})))?(?!\d)          # the divisor of a fraction
     """, re.VERBOSE)
 # Words that change the number beside them, unlike a unit.
-_CHANGING = (r"(?!(?:log|ln|sin|cos|tan|arc\w+|sqrt|root|not|negative|minus|twice|half|double|"
-             r"(?:dozen|hundred|thousand|million|billion|trillion)s?|[ap]m|[KMB]|squared|cubed|"
-             r"factorial)\b)")
+_CHANGING = (r"(?!(?:log|ln|sin|cos|tan|arc\w+|sqrt|root|not|negative|minus|twice|double|squared|"
+             r"cubed|factorial|hal(?:f|ves)|(?:ten|hundred|thousand|million|billion|trillion)"
+             r"(?:th)?s?|dozens?|[ap]m|[KMB])\b)")
 _CLEANING = [(re.compile(pattern), new) for pattern, new in (
     ("\u2212", "-"),                                              # the typographic minus
     (r"\{,\}", ","),                                              # 9{,}500: a separator in TeX
@@ -152,20 +153,19 @@ _CLEANING = [(re.compile(pattern), new) for pattern, new in (
     (r"(?<![A-Za-z])[aA]\.?[mM]\b\.?", "am"), (r"(?<![A-Za-z])[pP]\.?[mM]\b\.?", "pm"),
     (r"\\(?:left|right|displaystyle)\b", ""),
     (r"(?<=[^\s\\])(?:\\?\s|\\[,!;])*\\(?:text|mathrm|mbox)\s*"   # a unit
-     r"\{\s*(?![ap]\.?m)" + _CHANGING + r"[A-Za-z][A-Za-z. /]*\}\s*(?:\^\s*\{?\d\}?)?\s*$", ""),
+     r"\{\s*" + _CHANGING + r"[A-Za-z][A-Za-z. /]*\}\s*(?:\^\s*\d)?\s*$", ""),
     (r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 "),
     (r"\\[dt](frac|binom)", r"\\\1"),
     (r"(?<=\d)\\frac", r" \\frac"),                              # 1\frac{1}{2} is a mixed number
     (r"\\frac\s*(\d)", r"\\frac{\1}"), (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),  # \frac12
     (r"\\frac\s*\{(-?[\d.,]+)\}\s*\{([\d.,]+)\}", r"\1/\2"),
     (r"(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|°)(?:\s*[CF]\b)?", " "),  # degrees
-    (r"(?<!\\)\\[()\[\]]|\\?[$%]|[£€]|\*\*", ""),                # currency, percent, bold, ..
-    (r"(?<!\\)\\[,!;: ]|~", ""),                                 # spaces in TeX
-    (r"^\s*([-+])\s+", r"\1"),                                    # - 5
-    (r"^\s*[A-Za-z](?:\([A-Za-z]\))?\s*(?:=|\\in\b)\s*", ""))]  # x = 5, f(x) = x^2, x \in [0, 1)
+    (r"(?<!\\)\\[()\[\],!;: ]|\\?[$%]|[£€~]|\*\*", ""),  # TeX's brackets and spaces, currency, bold
+    (r"^\s*([-+])\s+", r"\1"))]                                  # - 5
+_NAME = re.compile(r"^\s*([A-Za-z](?:\([A-Za-z]\))?)\s*(?:=|\\in\b)\s*")  # x = 5, f(x) = 2, x \in A
 # One spelling of an answer that is no number, in this order, again until nothing changes.
 _SPELLING = [(re.compile(pattern), new) for pattern, new in (
-    ("√|\\\\?sqrt(?=[({ ])", r"\\sqrt"), ("π", r"\\pi"), (r"\+?(?:∞|\\infty)", "inf"),
+    (r"√|\\?sqrt(?=[({ ])", r"\\sqrt"), ("π", r"\\pi"), (r"\+?(?:∞|\\infty)", "inf"),
     ("∪", r"\\cup"), (r"≥|\\geq\b", r"\\ge"), (r"≤|\\leq\b", r"\\le"), ("bmatrix", "pmatrix"),
     (r"([\^_])\s*(\d+|[A-Za-z])", r"\1(\2)"),                    # x^10
     (r"(\\frac|\\sqrt(?:\[\d+\])?)\s*([0-9A-Za-z])", r"\1{\2}"),  # \sqrt3
@@ -182,7 +182,7 @@ _SPELLING = [(re.compile(pattern), new) for pattern, new in (
 # What may stand around the one number of an answer: words or a name (`x = 5`) before it ..
 _BEFORE = re.compile(rf"\(?|[A-Za-z][\w '+-]*[=:]\s*|(?:{_CHANGING}[A-Za-z']{{2,}}\s+)+")
 # .. and words or units behind it (`18 dollars`, `12 km/h`, `cm^2`), but no variable (5x, 3i).
-_BEHIND = re.compile(rf"(?:{_CHANGING}(?!(?!a\s)(?:[b-fi-knopqrt]|pi|[abnpquvwxyz]{{1,3}})\b|"
+_BEHIND = re.compile(rf"(?:{_CHANGING}(?!(?!a\s)(?:[c-fi-kort]|pi|[abnpquvwxyz]{{1,3}})\b|"
                      r"[NXYZC]\b)[A-Za-z']++(?:\s*\^\d)?|[\s,.;:/\"()-])*")  # a word as a whole
 
 
@@ -201,10 +201,9 @@ def extract_answer(text: str) -> tuple[str, bool]:
             if depth == 0:
                 return rest[1:i], True
         return "", True
-    if "####" in text:
-        line = text.rpartition("####")[2].lstrip().partition("\n")[0]
-        return re.split(r"\.\s", line, maxsplit=1)[0], True
-    return text, False
+    _, mark, rest = text.rstrip("# \n").rpartition("####")  # without that of `#### 42 ####`
+    line = rest.lstrip().partition("\n")[0]
+    return (re.split(r"\.\s", line, maxsplit=1)[0], True) if mark else (text, False)
 
 
 def _normalised(text: str) -> str:
@@ -250,19 +249,27 @@ def _split(text: str) -> list[str]:
 def _value(text: str):
     """What an answer says, to be compared: a fraction for one number, a frozenset for a set or a
     bare list of solutions, brackets and values for an interval or a tuple; else one spelling."""
-    text = _normalised(text)  # one bracket around it all: (1,2),(3,4) is a list
+    text = _normalised(text)
+    if len(text) > 500:  # no sane answer is longer
+        return _one_number(text)
+    parts = _split(re.sub(r"\s+(?:and|or)\s+", ",", text))
+    names = [name and name[1] for name in map(_NAME.match, parts)]
+    if len({*names} - {None}) > 1:  # x = 5, y = 6 is not x = 6, y = 5
+        return frozenset(zip(names, map(_value, parts)))
+    text = _NAME.sub("", text)
+    # One bracket around it all: (1,2),(3,4) is a list.
     whole = len(_split(text)) == 1 and re.fullmatch(r"(\\\{|[(\[])(.*?)(\\\}|[)\]])", text,
                                                     re.DOTALL)
     inner = _split(whole[2]) if whole else []
-    if len(text) <= 500 and (len(inner) > 1 or (whole and whole[1] == "\\{")):
+    if len(inner) > 1 or (whole and whole[1] == "\\{"):
         values = tuple(map(_value, inner))
-        return frozenset(values) if whole[1] == "\\{" else (whole[1], values, whole[3])
+        return (frozenset(Counter(values).items()) if whole[1] == "\\{"
+                else (whole[1], values, whole[3]))
     number = _one_number(text)
-    if number is not None or len(text) > 500:  # no sane answer is longer
+    if number is not None:
         return number
-    parts = _split(re.sub(r"\s+(?:and|or)\s+", ",", text))
     if len(parts) > 1:
-        return frozenset(map(_value, parts))
+        return frozenset(Counter(map(_value, parts)).items())
     before = None
     while text != before:
         before = text

@@ -58,6 +58,13 @@ def test_bom_crlf_and_blank_lines(tmp_path):
     assert read_problems(str(write(tmp_path, one + b"\n" + two))) == [("a", "1"), ("b", "2")]
 
 
+@pytest.mark.parametrize("text", ['{"problem": "q", "answer": 0.00005}',
+                                  '[{"problem": "q", "answer": 0.00005}]'])
+def test_a_number_stays_as_it_is_written(tmp_path, text):
+    """As a float it would become 5e-05, which no response spells so."""
+    assert read_problems(write(tmp_path, text)) == [("q", "0.00005")]
+
+
 @pytest.mark.parametrize("record, row", [
     ({"question": "q", "answer": "so 40+2=<<40+2=42>>42\n#### 42"}, ("q", "42")),
     ({"question": "q", "answer": "#### 1\n#### 1,234 "}, ("q", "1,234")),
@@ -215,7 +222,8 @@ def test_one_row_is_a_data_set():
     (r"\boxed{x = 5}", "5"), ("#### x=5", "5"), (r"\boxed{5}", "x = 5"), ("#### 40+2=42", "42"),
     (r"\boxed{m+n = 204}", "204"), ("#### **42**", "42"), ("#### The answer is $42$.", "42"),
     (r"The answer is \(42\).", "42"), ("####42", "42"), ("#### 42\r\nmore", "42"),
-    ("#### 41\nNo: #### 42", "42"), ("a = 3, so b = 4", "4"),
+    ("#### 41\nNo: #### 42", "42"), ("a = 3, so b = 4", "4"), ("#### 42 ####", "42"),
+    ("#### y = 6 and x = 5", "x = 5, y = 6"), ("#### x = 5 or x = 6", "6, 5"),
     # answers that are no number: equal as text, apart from spaces and \left, \dfrac, \text
     (r"\boxed{\sqrt{3}}", r"\sqrt{3}"), (r"\boxed{3 \pi}", r"3\pi"), ("#### Tuesday", "Tuesday"),
     (r"\boxed{\left(1, 2\right)}", "(1,2)"), (r"\boxed{\text{even}}", "even"),
@@ -252,7 +260,8 @@ def test_right_answers(response, gold):
     (r"\boxed{x > 5}", "5"), (r"\boxed{x \ge 5}", "5"), (r"\boxed{0.\overline{3}}", "0"),
     ("#### 12:30", "12"), ("#### 10 am", "10 pm"), (r"\boxed{5\text{ pm}}", r"\text{5 am}"),
     ("#### 10 am", "10"), ("#### 5K", "5"), ("#### $5M", "5"), ("#### 2 dozen", "2"),
-    ("#### 5 millions", "5"), ("#### 5 trillion", "5"),
+    ("#### 5 millions", "5"), ("#### 5 trillion", "5"), ("#### 5 hundredths", "5"),
+    ("#### 5 halves", "5"), ("#### x = 6, y = 5", "x = 5, y = 6"), (r"\boxed{2,2,3}", "2,3,3"),
     # text
     (r"\boxed{(1, 2)}", "(2,1)"), ("#### Monday", "Tuesday"),
     (r"\boxed{}", ""),
