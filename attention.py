@@ -14,7 +14,7 @@ Where this departs from stock transformers:
 """
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-KINDS = ("shared", "dense")
 # One mask must serve all layers. Add an architecture once tests/test_attention.py holds for it.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 GROUPED = ("cpu", "npu")  # devices whose fused kernels take grouped queries, see _fused
@@ -188,8 +187,7 @@ class Slots:
         `scaled_dot_product_attention` its bits do not depend on threads."""
         rows, heads, _, size = query.shape
         self.write(layer, key[:, :, 0], value[:, :, 0])
-        keys, values = (stored[layer, :rows].flatten(0, 1) for stored in self.responses)
-        keys, values = keys[:, :self.widths[1]], values[:, :self.widths[1]]  # (rows * heads, ..)
+        keys, values = (x[layer, :rows].flatten(0, 1)[:, :self.widths[1]] for x in self.responses)
         prompt_keys, prompt_values = (stored[layer, :self.count, :, :self.widths[0]]
                                       for stored in self.prompts)
         query = (query * scaling).view(len(keys), -1, size).to(keys.dtype)
@@ -239,23 +237,23 @@ def _dense(query, key, value, packed, scaling):
     return _fused(query, key, value, scaling, attn_mask=packed.dense_mask).transpose(1, 2)
 
 
-def _attention(over_packed):
-    def attention(module, query, key, value, attention_mask, scaling, packed=None, slots=None, **_):
-        """Training: `packed` alone. Prefill: `packed` and `slots`. Decoding: `slots` alone."""
-        if attention_mask is not None or (packed is None and slots is None):
-            raise ValueError("an attached model takes packed= or slots=, and no attention mask")
-        if packed is None:
-            return slots.attend(module.layer_idx, query, key, value, scaling), None
-        if slots is not None:
-            slots.write(module.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        return over_packed(query, key, value, packed, scaling), None  # (1, T, heads, size)
-    return attention
+def _attention(over_packed, module, query, key, value, attention_mask, scaling, packed=None,
+               slots=None, **_):
+    """Training: `packed` alone. Prefill: `packed` and `slots`. Decoding: `slots` alone."""
+    if attention_mask is not None or (packed is None and slots is None):
+        raise ValueError("an attached model takes packed= or slots=, and no attention mask")
+    if packed is None:
+        return slots.attend(module.layer_idx, query, key, value, scaling), None
+    if slots is not None:
+        slots.write(module.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return over_packed(query, key, value, packed, scaling), None  # (1, T, heads, size)
 
 
+KINDS = {"shared": _shared, "dense": _dense}
 # No entry in transformers' registry of mask functions: with one, every pass would first search its
 # position ids for packed documents, which reads a value back to the host.
-for _kind, _over_packed in (("shared", _shared), ("dense", _dense)):
-    ALL_ATTENTION_FUNCTIONS.register(f"{_kind}_prompt", _attention(_over_packed))
+for _kind, _over_packed in KINDS.items():
+    ALL_ATTENTION_FUNCTIONS.register(f"{_kind}_prompt", partial(_attention, _over_packed))
 
 
 def refuse(config) -> None:
@@ -266,9 +264,12 @@ def refuse(config) -> None:
     narrower = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping")
     found = [f"{name}={value}" for name in narrower if (value := getattr(config, name, None))]
     found += sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    found += [f"rope_type={rope}"] if rope in ("dynamic", "longrope") else []
     if found:
         raise ValueError(f"this {config.model_type} model has {', '.join(found)}: a shared prompt "
-                         "needs full attention in every layer")
+                         "needs full attention in every layer, at the same angles whatever the "
+                         "length of a pass")
 
 
 def attach(model, kind: str = "shared"):

@@ -12,7 +12,14 @@ from conftest import (
     small_config,
     small_model,
 )
-from transformers import Gemma2Config, GPT2Config, GptOssConfig, MistralConfig, Qwen2Config
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 
 import attention
 from attention import KINDS, attach, pack, refuse, shared_prompt_mask
@@ -300,6 +307,8 @@ def test_a_forward_without_a_layout_is_refused():
 
 
 REFUSED = {
+    "llama with angles that depend on the length": (lambda: LlamaConfig(rope_parameters={
+        "rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "llama.*rope_type=dynamic"),
     "mistral with a window": (lambda: MistralConfig(sliding_window=4096),
                               "mistral.*sliding_window=4096"),
     "qwen2 with a window": (lambda: Qwen2Config(use_sliding_window=True, sliding_window=32,
