@@ -4,12 +4,14 @@
 
 Uniform: every response has 64 tokens. Mixed: responses end after 8 to 128 tokens, the lengths
 fixed in advance on both sides; `generate` works on batches of `--rows` until each one's longest
-response is complete.
+response is complete. The two take turns, a batch of `generate`'s and as large a part of ours: the
+machine's speed drifts.
 Decode step: the whole step beside its matrix products alone, with the same shapes and cold weights:
 all of them, attention's too (`decode_over_matmul`), and those of its `Linear` modules alone
 (`decode_over_linear`).
 """
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -48,39 +50,42 @@ class FixedLengths(InferenceCopy):
         return self.count[rows] == [self.lengths[ticket][sample] for ticket, sample in requests]
 
 
-def ours(model, prompts, lengths, rows):
-    """Tokens, seconds, and of every tenth full decode step (the whole, its `Linear` products, its
-    attention products): seconds each, in the same moment, for the machine's speed drifts."""
+def ours(model, prompts, lengths, rows, probes):
+    """Tokens of the responses that ended and seconds, of every `rows` responses. Of every tenth
+    full decode step `probes` gets the seconds in the same moment: the whole, its `Linear` products,
+    its attention products."""
     copy = FixedLengths(lengths, model, [], rows=rows, longest_prompt=PROMPT, max_new_tokens=128)
     rng = np.random.default_rng(0)
-    start, tokens, full_steps, probes, aside = time.perf_counter(), 0, 0, [], 0.0
     for i, prompt in enumerate(prompts):
         copy.submit(i, prompt, rng.random((SAMPLES, 128), dtype=np.float32))
+    full_steps = ended = tokens = seconds = 0
     while not copy.idle:
-        begun, full = time.perf_counter(), not copy.admits and copy.live == rows
+        start, full = time.perf_counter(), not copy.admits and copy.live == rows
         copy.launch()
-        tokens += sum(len(ids) for _, _, ids, _, _ in copy.finish())
-        full_steps += full
+        responses = copy.finish()
+        step = time.perf_counter() - start
+        tokens, seconds = tokens + sum(len(ids) for _, _, ids, _, _ in responses), seconds + step
+        ended, full_steps = ended + len(responses), full_steps + full
         if full and full_steps % 10 == 0:
-            ended = time.perf_counter()
-            probes.append((ended - begun, linear_products(model, rows),
+            probes.append((step, linear_products(model, rows),
                            attention_products(model, copy.slots, rows)))
-            aside += time.perf_counter() - ended
-    return tokens, time.perf_counter() - start - aside, np.array(probes)
+        if ended >= rows or copy.idle:
+            yield tokens, seconds
+            ended = tokens = seconds = 0
 
 
 def theirs(model, prompts, lengths, rows):
-    start, tokens = time.perf_counter(), 0
+    """Tokens of the responses and seconds, of every batch."""
     flat = [(p, n) for p, group in zip(prompts, lengths) for n in group]
     for i in range(0, len(flat), rows):
         batch = flat[i:i + rows]
         wanted = [n for _, n in batch]
         ids = torch.tensor([p for p, _ in batch])
+        start = time.perf_counter()
         model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0,
                        max_new_tokens=max(wanted), eos_token_id=None, pad_token_id=0,
                        stopping_criteria=StoppingCriteriaList([AllDone(wanted)]))
-        tokens += sum(wanted)
-    return tokens, time.perf_counter() - start
+        yield sum(wanted), time.perf_counter() - start
 
 
 def linear_products(model, rows):
@@ -138,11 +143,14 @@ def main():
           f"{given.prompts} prompts of {PROMPT} tokens x {SAMPLES} samples\n"
           f"{'':8}{'ours':>10}{'generate':>10}   tokens a second, prefill included")
     for name, lengths in (("uniform", uniform), ("mixed", mixed)):
-        tokens, seconds, probes = ours(model, prompts, lengths, given.rows)
+        probes = []
+        turns = itertools.zip_longest(ours(model, prompts, lengths, given.rows, probes),
+                                      theirs(stock, prompts, lengths, given.rows), fillvalue=(0, 0))
+        (tokens, seconds), (their_tokens, their_seconds) = np.sum(list(turns), 0)
+        probes = np.array(probes)
         step, linear, attention = np.median(probes, 0) * 1000
         over_linear = np.median(probes[:, 0] / probes[:, 1])
         over_all = np.median(probes[:, 0] / (probes[:, 1] + probes[:, 2]))
-        their_tokens, their_seconds = theirs(stock, prompts, lengths, given.rows)
         assert tokens == their_tokens
         result |= {f"{name}_speedup": their_seconds / seconds,
                    f"{name}_tokens_per_second": tokens / seconds,

@@ -619,6 +619,30 @@ def test_uniforms_at_the_ends(uniform, temperature):
     assert np.allclose(np.exp(logprobs), probability, rtol=1e-3)
 
 
+@pytest.mark.parametrize("capability, columns", [("AVX512", True), ("AVX2", False)])
+@TIED
+def test_matrices_are_stored_as_the_cpu_likes_them(monkeypatch, tied, capability, columns):
+    """By columns with AVX-512: the values, the samples and a weight copy are the same, and neither
+    a head that is the embedding, too, nor the policy is stored in another way."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    policy = attached(tie_word_embeddings=tied)
+    generator = generator_of(policy)
+    stored = {name: p.T.is_contiguous() for name, p in generator.model.named_parameters()
+              if name.endswith("proj.weight") or name == "lm_head.weight"}
+    assert set(stored.values()) == {columns}
+    assert ("lm_head.weight" in stored) == (not tied)
+    assert generator.model.get_input_embeddings().weight.is_contiguous()
+    assert all(p.is_contiguous() for p in policy.parameters())
+    requests = [("t", ids(5, 1), uniforms(4))]
+    for version in (1, 2):
+        perturb(policy)
+        copy_weights(policy, generator, version)
+        for (_, p), (_, q) in zip(policy.named_parameters(), generator.model.named_parameters()):
+            assert torch.equal(p, q)
+        results = generate(generator, requests)
+        assert_scored_as_sampled(policy, requests, results, 1.0)
+
+
 def test_nearly_empty_batch():
     """One response in 16 rows works on 8 of them, and ends with a tuple of plain Python values."""
     policy = attached()
