@@ -306,6 +306,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 normaliser[rows] = largest[:, 0] + total.log()
                 logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - normaliser[rows]
                 entropy[rows] = normaliser[rows] - p.mul_(logits).sum(-1) / total
+                del logits, p  # or they would still be there when the next ones are made
         ctx.save_for_backward(hidden, weight, targets, normaliser)
         ctx.temperature, ctx.dtype = temperature, dtype
         ctx.mark_non_differentiable(entropy)
@@ -330,6 +331,7 @@ class _HeadLogprobs(torch.autograd.Function):
                     total.addmm_(d.T, low[rows])
                 else:
                     total += d.T @ low[rows]
+                del d
         # Of the weight nothing more, where its gradient was added to above.
         return grad_hidden, None if total is weight.grad else total, None, None
 

@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import resource
 import shutil
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -242,6 +243,31 @@ def test_no_tensor_of_all_logits(monkeypatch):
     rows = {shape[0] for _, shape, _ in watch.made if shape[1:] == (VOCAB,)}
     rows.discard(model.config.hidden_size)  # the head itself, turned over
     assert rows == {8}  # chunks of 8, the last one filled up
+
+
+class Chunks(TorchDispatchMode):
+    """How many tensors of a chunk of logits there are whenever the head makes the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.alive = [], []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        alive = sum(made() is not None for made in self.made)
+        result = operation(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape == (8, VOCAB):
+            self.made.append(weakref.ref(result))
+            if operation is torch.ops.aten.mm.default:
+                self.alive.append(alive)
+        return result
+
+
+def test_a_chunk_of_logits_is_gone_before_the_next(monkeypatch):
+    """Forwards and backwards: the peak is one chunk and one temporary, not two of each."""
+    monkeypatch.setattr(model_module, "HEAD_CHUNK", 1)
+    with Chunks() as chunks:
+        token_logprobs(attached(), pack(*some_batch())).sum().backward()
+    assert len(chunks.alive) > 4 and not any(chunks.alive)
 
 
 # ---------------------------------------------------------------------------------- tri-model
