@@ -78,8 +78,7 @@ def read_problems(path: str | Path) -> list[tuple[str, str]]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")  # a BOM would make the first line invalid
         array = text.lstrip().startswith("[")
-        lines = ([json.dumps(x) for x in json.loads(text, parse_float=str)] if array
-                 else text.split("\n"))
+        lines = [json.dumps(x) for x in json.loads(text)] if array else text.split("\n")
     except ValueError as error:  # UnicodeDecodeError is one, too
         raise ValueError(f"{path} is neither UTF-8 text nor a JSON array: {error}") from None
     rows = [_row(f"{path}, {'entry' if array else 'line'} {number}", line)
@@ -91,7 +90,7 @@ def read_problems(path: str | Path) -> list[tuple[str, str]]:
 
 def _row(where, line):
     try:
-        record = json.loads(line, parse_int=str, parse_float=str)  # not 5e-05
+        record = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(record, dict):
@@ -99,8 +98,10 @@ def _row(where, line):
     record = {name.lower(): value for name, value in record.items()}
     question = next((record[k] for k in ("question", "problem", "prompt") if record.get(k)), None)
     answer = record.get("answer")
-    if isinstance(answer, str):
-        answer = answer.rpartition("####")[2].strip()
+    if isinstance(answer, float):
+        answer = np.format_float_positional(answer, trim="-")  # 0.00005, not 5e-05
+    if isinstance(answer, (str, int)) and not isinstance(answer, bool):
+        answer = str(answer).rpartition("####")[2].strip()
     for name, value in (("question, problem or prompt", question), ("answer", answer)):
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{where}: no text under {name}")
@@ -143,9 +144,9 @@ _NUMBER = re.compile(rf"""
     (?:\s*/\s*(-?(?:{_DIGITS})))?(?!\d)          # the divisor of a fraction
     """, re.VERBOSE)
 # Words that change the number beside them, unlike a unit.
-_CHANGING = (r"(?!(?:log|ln|sin|cos|tan|arc\w+|sqrt|root|not|negative|minus|twice|double|squared|"
-             r"cubed|factorial|hal(?:f|ves)|(?:ten|hundred|thousand|million|billion|trillion)"
-             r"(?:th)?s?|dozens?|[ap]m|[KMB])\b)")
+_CHANGING = (r"(?!(?:(?i:log|ln|sin|cos|tan|arc\w+|sqrt|root|not|negative|minus|twice|half|halves|"
+             r"double|squared|cubed|factorial|(?:dozen|hundred|thousand|million|billion|trillion)"
+             r"s?)|[ap]m|[KMB])\b)")
 _CLEANING = [(re.compile(pattern), new) for pattern, new in (
     ("\u2212", "-"),                                              # the typographic minus
     (r"\{,\}", ","),                                              # 9{,}500: a separator in TeX
@@ -161,8 +162,8 @@ _CLEANING = [(re.compile(pattern), new) for pattern, new in (
     (r"\\frac\s*\{(-?[\d.,]+)\}\s*\{([\d.,]+)\}", r"\1/\2"),
     (r"(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|°)(?:\s*[CF]\b)?", " "),  # degrees
     (r"(?<!\\)\\[()\[\],!;: ]|\\?[$%]|[£€~]|\*\*", ""),  # TeX's brackets and spaces, currency, bold
+    (r"^\s*[A-Za-z](?:\([A-Za-z]\))?\s*(?:=|\\in\b)\s*", ""),  # x = 5, f(x) = x^2, x \in [0, 1)
     (r"^\s*([-+])\s+", r"\1"))]                                  # - 5
-_NAME = re.compile(r"^\s*([A-Za-z](?:\([A-Za-z]\))?)\s*(?:=|\\in\b)\s*")  # x = 5, f(x) = 2, x \in A
 # One spelling of an answer that is no number, in this order, again until nothing changes.
 _SPELLING = [(re.compile(pattern), new) for pattern, new in (
     (r"√|\\?sqrt(?=[({ ])", r"\\sqrt"), ("π", r"\\pi"), (r"\+?(?:∞|\\infty)", "inf"),
@@ -182,7 +183,8 @@ _SPELLING = [(re.compile(pattern), new) for pattern, new in (
 # What may stand around the one number of an answer: words or a name (`x = 5`) before it ..
 _BEFORE = re.compile(rf"\(?|[A-Za-z][\w '+-]*[=:]\s*|(?:{_CHANGING}[A-Za-z']{{2,}}\s+)+")
 # .. and words or units behind it (`18 dollars`, `12 km/h`, `cm^2`), but no variable (5x, 3i).
-_BEHIND = re.compile(rf"(?:{_CHANGING}(?!(?!a\s)(?:[c-fi-kort]|pi|[abnpquvwxyz]{{1,3}})\b|"
+_BEHIND = re.compile(r"(?!\s*(?:ten|hundred|thousand|million)ths\b)"  # 5 hundredths
+                     rf"(?:{_CHANGING}(?!(?!a\s)(?:[c-fi-kort]|pi|[abnpquvwxyz]{{1,3}})\b|"
                      r"[NXYZC]\b)[A-Za-z']++(?:\s*\^\d)?|[\s,.;:/\"()-])*")  # a word as a whole
 
 
@@ -201,9 +203,10 @@ def extract_answer(text: str) -> tuple[str, bool]:
             if depth == 0:
                 return rest[1:i], True
         return "", True
-    _, mark, rest = text.rstrip("# \n").rpartition("####")  # without that of `#### 42 ####`
-    line = rest.lstrip().partition("\n")[0]
-    return (re.split(r"\.\s", line, maxsplit=1)[0], True) if mark else (text, False)
+    if "####" in text:
+        line = text.rpartition("####")[2].lstrip().partition("\n")[0]
+        return re.split(r"\.\s", line, maxsplit=1)[0], True
+    return text, False
 
 
 def _normalised(text: str) -> str:
@@ -252,18 +255,13 @@ def _value(text: str):
     text = _normalised(text)
     if len(text) > 500:  # no sane answer is longer
         return _one_number(text)
-    parts = _split(re.sub(r"\s+(?:and|or)\s+", ",", text))
-    names = [name and name[1] for name in map(_NAME.match, parts)]
-    if len({*names} - {None}) > 1:  # x = 5, y = 6 is not x = 6, y = 5
-        return frozenset(zip(names, map(_value, parts)))
-    text = _NAME.sub("", text)
+    parts = _split(re.sub(r",?\s+(?:and|or)\s+", ",", text))
     # One bracket around it all: (1,2),(3,4) is a list.
-    whole = len(_split(text)) == 1 and re.fullmatch(r"(\\\{|[(\[])(.*?)(\\\}|[)\]])", text,
-                                                    re.DOTALL)
+    whole = len(parts) == 1 and re.fullmatch(r"(\\\{|[(\[])(.*?)(\\\}|[)\]])", text, re.DOTALL)
     inner = _split(whole[2]) if whole else []
     if len(inner) > 1 or (whole and whole[1] == "\\{"):
         values = tuple(map(_value, inner))
-        return (frozenset(Counter(values).items()) if whole[1] == "\\{"
+        return (frozenset(Counter(set(values)).items()) if whole[1] == "\\{"
                 else (whole[1], values, whole[3]))
     number = _one_number(text)
     if number is not None:

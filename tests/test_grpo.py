@@ -222,8 +222,10 @@ def test_one_row_is_a_data_set():
     (r"\boxed{x = 5}", "5"), ("#### x=5", "5"), (r"\boxed{5}", "x = 5"), ("#### 40+2=42", "42"),
     (r"\boxed{m+n = 204}", "204"), ("#### **42**", "42"), ("#### The answer is $42$.", "42"),
     (r"The answer is \(42\).", "42"), ("####42", "42"), ("#### 42\r\nmore", "42"),
-    ("#### 41\nNo: #### 42", "42"), ("a = 3, so b = 4", "4"), ("#### 42 ####", "42"),
-    ("#### y = 6 and x = 5", "x = 5, y = 6"), ("#### x = 5 or x = 6", "6, 5"),
+    ("#### 41\nNo: #### 42", "42"), ("a = 3, so b = 4", "4"),
+    ("#### x = 5 or x = 6", "6, 5"), ("#### 2, 3, and 5", "2, 3, 5"), ("#### x = - 5", "-5"),
+    (r"\boxed{(1,2) \text{ or } (3,4)}", "(1,2),(3,4)"), (r"\boxed{\{1,1,2\}}", r"\{1,2\}"),
+    ("#### The tenth term is 42", "42"),
     # answers that are no number: equal as text, apart from spaces and \left, \dfrac, \text
     (r"\boxed{\sqrt{3}}", r"\sqrt{3}"), (r"\boxed{3 \pi}", r"3\pi"), ("#### Tuesday", "Tuesday"),
     (r"\boxed{\left(1, 2\right)}", "(1,2)"), (r"\boxed{\text{even}}", "even"),
@@ -261,7 +263,8 @@ def test_right_answers(response, gold):
     ("#### 12:30", "12"), ("#### 10 am", "10 pm"), (r"\boxed{5\text{ pm}}", r"\text{5 am}"),
     ("#### 10 am", "10"), ("#### 5K", "5"), ("#### $5M", "5"), ("#### 2 dozen", "2"),
     ("#### 5 millions", "5"), ("#### 5 trillion", "5"), ("#### 5 hundredths", "5"),
-    ("#### 5 halves", "5"), ("#### x = 6, y = 5", "x = 5, y = 6"), (r"\boxed{2,2,3}", "2,3,3"),
+    ("#### 5 halves", "5"), ("#### Negative 5", "5"), ("#### 5 Million", "5"),
+    (r"\boxed{2,2,3}", "2,3,3"), ("#### 41\nWait, recompute:\n#### ", "41"),
     # text
     (r"\boxed{(1, 2)}", "(2,1)"), ("#### Monday", "Tuesday"),
     (r"\boxed{}", ""),
