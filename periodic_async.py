@@ -135,7 +135,7 @@ class Config:
                                         "of the others")
     plan: bool = _default(False, "print what each device will hold, and stop")
     # what is kept
-    out: str = _default("", "folder of metrics, rollouts and checkpoints; empty: runs/<start time>")
+    out: str = _default("", "folder of all that is kept; empty: runs/<start time>_<process>")
     save_every: int = _default(50, "periods between checkpoints; one at the end; 0: none", least=0)
     keep: int = _default(2, "checkpoints kept, the latest; -1: all", least=-1)
     resume: bool = _default(False, "go on from the latest complete checkpoint in --out")
@@ -773,8 +773,7 @@ def save(run, out: Path) -> None:
         torch.save(trainer.optimizer.state_dict(), folder / "optimizer.pt")
         shutil.copy(out / "metrics.jsonl", folder)
         state = run.state | {
-            "periods": trainer.version, "bad_steps": trainer.bad_steps,
-            "config": vars(run.config), "files": digests(folder)}
+            "bad_steps": trainer.bad_steps, "config": vars(run.config), "files": digests(folder)}
         (folder / "state.json").write_text(json.dumps(state, indent=1))
         for path in [*folder.rglob("*"), folder, out / "rollouts.jsonl"]:
             to_disk(path)
