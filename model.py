@@ -293,6 +293,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
+        """(A, D), (V, D), (A,) -> log-probs (A,) and, without gradient, entropies (A,) in nats."""
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         low, head = hidden.to(dtype), weight.to(dtype)
@@ -314,6 +315,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
+        """Gradients of hidden states and of the weight."""
         hidden, weight, targets, normaliser = ctx.saved_tensors
         low, head = hidden.to(ctx.dtype), weight.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden)

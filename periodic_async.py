@@ -228,6 +228,7 @@ class Worker:
         where, cores = (self.shared, CORES) if alone else (self.own, max(1, CORES // 2))
 
         def call():
+            """In the thread: the function, its cores, and its span."""
             torch.set_num_threads(cores)  # of this thread alone
             start = time.perf_counter()
             try:
@@ -306,6 +307,7 @@ class Generator:
             raise RuntimeError("weights were copied while requests were in flight")
 
         def update():
+            """In the worker's thread: all copies at once."""
             places = [where for where, _ in stages(policy) if where.type != "cpu"]
             for where in places:  # the step that made the weights ran on another stream
                 torch.accelerator.synchronize(where)
@@ -605,6 +607,7 @@ def in_thread(function: Callable, *args) -> asyncio.Future:
     future.set_running_or_notify_cancel()  # its caller may go away; the result still has a place
 
     def call():
+        """In the thread: whatever comes of the function goes into the future."""
         try:
             future.set_result(function(*args))
         except BaseException as error:
@@ -681,6 +684,7 @@ def planned(config: Config) -> tuple[str, dict[str, float]]:
                 for name in listed.replace(" ", "").split(",")]
 
     def held(config):
+        """What every role will hold, by part, and the sum of every device."""
         train = named(config.train_devices or str(devices("")[0]))
         rollout = named(config.rollout_devices) if config.rollout_devices else train[:1]
         roles = [*(f"{name} train" for name in train), *(f"{name} generate" for name in rollout)]

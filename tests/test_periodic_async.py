@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from model import TriModel, frozen_copy
 from periodic_async import (
     WARMUP_PERIODS,
     Config,
+    Timeline,
     Trainer,
     UserError,
     Worker,
@@ -522,6 +524,29 @@ async def ones(problem, responses):
 
 def problems(keys):
     return [Problem((5,), "", key) for key in keys]
+
+
+def test_cores_are_lent_while_the_other_side_is_idle(tmp_path):
+    """Alone a side works on all cores, in the shared thread; beside the other on half of them, in
+    its own: there it neither waits for the other side nor takes its cores."""
+    timeline, shared = Timeline(tmp_path / "trace.json"), periodic_async.thread("shared")
+    generate, train = (Worker(side, timeline, shared) for side in ("generate", "train"))
+    release = threading.Event()
+
+    def where():
+        return threading.current_thread().name, torch.get_num_threads()
+
+    async def both():
+        alone = await generate.run("decode", where)
+        training = asyncio.create_task(train.run("train", release.wait, 30))
+        await asyncio.sleep(0)  # it has begun
+        beside = await asyncio.wait_for(generate.run("decode", where), 10)
+        release.set()
+        await training
+        return alone, beside, await generate.run("decode", where)
+    alone, beside, after = asyncio.run(both())
+    assert alone == after == ("shared_0", periodic_async.CORES)
+    assert beside == ("generate_0", max(1, periodic_async.CORES // 2))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
