@@ -5,18 +5,21 @@ Where this departs from stock transformers:
    position ids restart; a stock implementation would take the restart for a new document and cut
    the responses off from their prompt, silently. Only the functions below may see a packed row.
 2. `shared` (the default) never computes a response-to-response block: causal attention over the
-   prompts, then each response against [its prompt, itself], which costs P*P + K*R*(P + R) pairs.
+   prompts, and each response against [its prompt, itself], which costs P*P + K*R*(P + R) pairs.
+   Responses of about one length are one call, so ragged ones cost at most twice that (`cost`).
    `dense` runs the T x T mask that *defines* the idea; with long responses it is slower than no
    sharing at all, and is kept as the oracle and the ablation.
 3. Decoding runs through the same registered function, against key/value slots of fixed size.
 
     pack(prompts, responses) -> Packed -> attach(model, kind)'s model(packed=...) -> hidden states
 """
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -25,6 +28,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 # One mask must serve all layers. Add an architecture once tests/test_attention.py holds for it.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 GROUPED = ("cpu", "npu")  # devices whose fused kernels take grouped queries, see _fused
+BOOLEAN = ("npu",)        # and those that want a mask as bool, see Packed.masks_for
+
+
+def up(n: int, step: int) -> int:
+    """n, filled up to a multiple of step."""
+    return -(-int(n) // step) * step
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
@@ -32,6 +41,15 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
     wait until the device has done all it has to do."""
     to_pin = x.device.type == "cpu" and device.type != "cpu"
     return (x.pin_memory() if to_pin else x).to(device, non_blocking=True)
+
+
+class Call(NamedTuple):
+    """One call of attention: pieces of about one length, prompts (before is 0) or responses to
+    prompts of one length. A piece's keys are its prompt's places, then its own."""
+    pieces: int
+    before: int   # places of the prompt, which all queries of a piece see
+    queries: int  # places of the longest piece, filled up
+    keys: int     # before + queries, filled up
 
 
 @dataclass(frozen=True)
@@ -43,41 +61,76 @@ class Packed:
     targets: Tensor            # (A,) that token
     response_of: Tensor        # (A,) the response it belongs to, 0 .. N-1
     lengths: Tensor            # (N,) tokens of each response
-    group_of_place: Tensor     # (T,) the prompt of a place; padding is a group of its own
-    response_of_place: Tensor  # (T,) the response of a place, -1 in a prompt
     prompt_of: Tensor          # (N,) the prompt of each response, 0 .. G-1
     prompt_lengths: Tensor     # (G,)
-    prompt_places: Tensor      # (G, longest prompt) places, filled up with 0
-    response_places: Tensor    # (N, longest response)
-    restore: Tensor            # (T,) where a place went in [prompt_places, response_places]
+    group_of_place: Tensor     # (T,) the prompt of a place; padding is a group of its own
+    response_of_place: Tensor  # (T,) the response of a place, -1 in a prompt
+    query_places: Tensor       # (Q,) the queries of all calls, end to end, filled up with place 0
+    key_places: Tensor         # (M,) their keys and values
+    restore: Tensor            # (T,) where a place went in query_places
+    calls: tuple[Call, ...]    # known on the host: no shape waits for a device
 
     def to(self, device) -> "Packed":
         """From the host: copies between devices would wait for all that the first has to do."""
-        return Packed(*(upload(getattr(self, f.name), torch.device(device)) for f in fields(self)))
+        moved = {f.name: upload(getattr(self, f.name), torch.device(device))
+                 for f in fields(self) if f.name != "calls"}
+        return Packed(**moved, calls=self.calls)
 
     def cost(self) -> dict[str, int]:
-        """Tokens, and query-key pairs that may attend: here, and with a prompt a response."""
+        """Tokens, and query-key pairs that may attend: `shared` as here, `repeated` with a prompt a
+        response; `computed` is what `shared` attention computes of them, with its filling."""
         prompt, response = self.prompt_lengths, self.lengths
         own, triangle = prompt[self.prompt_of], lambda n: n * (n + 1) // 2
         return {"tokens_shared": int(prompt.sum() + response.sum()),
                 "tokens_repeated": int((own + response).sum()),
+                "tokens_computed": len(self.query_places),
                 "pairs_shared": int(triangle(prompt).sum() + triangle(response).sum()
                                     + (response * own).sum()),
-                "pairs_repeated": int(triangle(own + response).sum())}
+                "pairs_repeated": int(triangle(own + response).sum()),
+                "pairs_computed": sum(c.pieces * c.queries * c.keys for c in self.calls)}
 
     @cached_property
     def dense_mask(self) -> Tensor:
         return shared_prompt_mask(self)[None, None]  # (1, 1, T, T)
 
     @cached_property
-    def response_mask(self) -> Tensor:
-        """(N, 1, R, P + R) bool: a token sees its whole prompt and its own response so far.
-        No row is empty, not even padding's: a softmax over nothing would be NaN."""
-        (n, r), p = self.response_places.shape, self.prompt_places.shape[1]
-        device = self.restore.device
-        in_prompt = torch.arange(p, device=device) < self.prompt_lengths[self.prompt_of, None]
-        so_far = torch.ones(r, r, dtype=torch.bool, device=device).tril()
-        return torch.cat([in_prompt[:, None].expand(n, r, p), so_far.expand(n, r, r)], 2)[:, None]
+    def masks(self) -> list[Tensor | None]:
+        """For each call (1, 1, queries, keys) bool: a token sees its whole prompt and its own
+        response so far. None for prompts: the causal mask. No row is empty, not even padding's: a
+        softmax over nothing would be NaN."""
+        found = []
+        for call in self.calls:
+            query, key = (torch.arange(n, device=self.restore.device)
+                          for n in (call.queries, call.keys))
+            mask = key <= call.before + query[:, None]
+            found.append(mask[None, None] if call.before else None)
+        return found
+
+    @cached_property
+    def _added(self) -> dict:
+        return {}  # dtype -> masks
+
+    def masks_for(self, query: Tensor) -> list[Tensor | None]:
+        """The masks as the fused kernels want them. Ascend's take bool alone; for others PyTorch
+        would make numbers of a bool mask in every layer, and keep them all for the backward pass:
+        here one set serves all layers."""
+        if query.device.type in BOOLEAN:
+            return self.masks
+        if query.dtype not in self._added:
+            self._added[query.dtype] = [
+                mask if mask is None else torch.zeros(mask.shape, dtype=query.dtype,
+                                                      device=mask.device)
+                .masked_fill_(~mask, -torch.inf) for mask in self.masks]
+        return self._added[query.dtype]
+
+
+def shared_prompt_mask(packed: Packed) -> Tensor:
+    """The definition, (T, T) bool, True = may attend: an earlier place of the same group that is in
+    the prompt or in the same response."""
+    group, response = packed.group_of_place, packed.response_of_place
+    place = torch.arange(len(group), device=group.device)
+    visible = (response[None, :] == -1) | (response[:, None] == response[None, :])
+    return (place[:, None] >= place[None, :]) & (group[:, None] == group[None, :]) & visible
 
 
 def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence[int]]], *,
@@ -90,51 +143,69 @@ def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence
     if not share:
         prompts, responses = ([p for p, samples in zip(prompts, responses, strict=True)
                                for _ in samples], [[r] for samples in responses for r in samples])
-    pieces = [piece for prompt, samples in zip(prompts, responses, strict=True)
-              for piece in (prompt, *samples)]
-    length = np.array([len(piece) for piece in pieces])
-    if not length.all():
+    ids, position, group_of, response_of_place = [], [], [], []   # of every place
+    predictors, targets, response_of = [], [], []                 # of every response token
+    lengths, prompt_of, pieces = [], [], []  # a piece: its first place, length; its prompt's
+    for group, (prompt, samples) in enumerate(zip(prompts, responses, strict=True)):
+        first, before = len(ids), len(prompt)
+        pieces.append((first, before, first, 0))
+        ids += prompt
+        position += range(before)
+        response_of_place += [-1] * before
+        for response in samples:
+            number, start, length = len(lengths), len(ids), len(response)
+            pieces.append((start, length, first, before))
+            ids += response
+            position += range(before, before + length)
+            response_of_place += [number] * length
+            # The first token is predicted by the prompt's last place, not by the place before it,
+            # which for all responses but a prompt's first holds the end of another response.
+            predictors += [first + before - 1, *range(start, start + length - 1)]
+            targets += response
+            response_of += [number] * length
+            lengths.append(length)
+            prompt_of.append(group)
+        group_of += [group] * (len(ids) - first)
+    if not all(length for _, length, *_ in pieces):
         raise ValueError("a prompt or response without tokens cannot be packed")
-    # Of each piece: is it a prompt, which group, which response, where it starts, its own prompt.
-    is_prompt = np.array([i == 0 for samples in responses for i in range(len(samples) + 1)])
-    group, number = is_prompt.cumsum() - 1, (~is_prompt).cumsum() - 1
-    start, own = length.cumsum() - length, np.flatnonzero(is_prompt)[group]
-    # Of each place: its piece, and how far it is from the piece's start.
-    place = np.arange(length.sum())
-    piece = np.repeat(np.arange(len(pieces)), length)
-    offset = place - start[piece]
-    position = offset + np.where(is_prompt, 0, length[own])[piece]
-    # A response's first token is predicted by its prompt's last place, not by the place before it,
-    # which for all responses but a prompt's first holds the end of another response.
-    predictor = np.where(offset == 0, (start + length - 1)[own][piece], place - 1)
-    in_response = ~is_prompt[piece]
-    ids = np.concatenate([np.asarray(piece) for piece in pieces])
-
-    groups, rows = len(prompts), int((~is_prompt).sum())
-    width, response_width = (-(-max(length[which], default=0) // multiple) * multiple
-                             for which in (is_prompt, ~is_prompt))
-    first = np.where(is_prompt, group * width, groups * width + number * response_width)
-    restore = first[piece] + offset
-    table = np.zeros(groups * width + rows * response_width, dtype=np.int64)
-    table[restore] = place
-    filling = (0, -len(place) % multiple)
-    # In the order of the fields of Packed.
-    return Packed(*(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)) for x in (
-        np.pad(ids, filling)[None], np.pad(position, filling)[None], predictor[in_response],
-        ids[in_response], number[piece][in_response], length[~is_prompt],
-        np.pad(group[piece], filling, constant_values=groups),
-        np.pad(np.where(is_prompt, -1, number)[piece], filling, constant_values=-1),
-        group[~is_prompt], length[is_prompt], table[:groups * width].reshape(groups, width),
-        table[groups * width:].reshape(rows, response_width), np.pad(restore, filling))))
+    calls, query_places, key_places, restore = _calls(pieces, multiple)
+    filling = -len(ids) % multiple
+    indices = {
+        "input_ids": [ids + [0] * filling], "position_ids": [position + [0] * filling],
+        "predictors": predictors, "targets": targets, "response_of": response_of,
+        "lengths": lengths, "prompt_of": prompt_of, "prompt_lengths": [*map(len, prompts)],
+        "group_of_place": group_of + [len(prompts)] * filling,
+        "response_of_place": response_of_place + [-1] * filling,
+        "query_places": query_places, "key_places": key_places,
+        "restore": restore + [0] * filling}
+    return Packed(calls=calls, **{name: torch.tensor(x, dtype=torch.int64)
+                                  for name, x in indices.items()})
 
 
-def shared_prompt_mask(packed: Packed) -> Tensor:
-    """The definition, (T, T) bool, True = may attend: an earlier place of the same group that is in
-    the prompt or in the same response."""
-    group, response = packed.group_of_place, packed.response_of_place
-    place = torch.arange(len(group), device=group.device)
-    visible = (response[None, :] == -1) | (response[:, None] == response[None, :])
-    return (place[:, None] >= place[None, :]) & (group[:, None] == group[None, :]) & visible
+def length_class(before: int, length: int) -> tuple[int, int]:
+    """Pieces of one class share a call of attention: they follow prompts of one length, and their
+    own lengths, filled up, differ by less than a factor of sqrt(2)."""
+    return before, int(2 * math.log2(length))
+
+
+def _calls(pieces: list[tuple[int, int, int, int]], multiple: int) -> tuple:
+    """The calls of attention over (first place, length; of its prompt: first place, length), their
+    places of queries and keys, and where each place went among the queries."""
+    classes = defaultdict(list)
+    for piece in pieces:
+        classes[length_class(piece[3], up(piece[1], multiple))].append(piece)
+    calls, query_places, key_places = [], [], []
+    restore = [0] * sum(length for _, length, *_ in pieces)
+    for (before, _), members in classes.items():
+        queries = up(max(length for _, length, *_ in members), multiple)
+        keys = up(before + queries, multiple)
+        calls.append(Call(len(members), before, queries, keys))
+        for start, length, prompt, _ in members:
+            own = range(start, start + length)
+            restore[start:start + length] = range(len(query_places), len(query_places) + length)
+            query_places += [*own, *[0] * (queries - length)]
+            key_places += [*range(prompt, prompt + before), *own, *[0] * (keys - before - length)]
+    return tuple(calls), query_places, key_places, restore
 
 
 class Slots:
@@ -199,12 +270,6 @@ class Slots:
         return output.view(rows, 1, heads, size)
 
 
-def _gather(x: Tensor, places: Tensor) -> Tensor:
-    """(1, heads, T, size) at places (B, L) -> (B, heads, L, size)."""
-    rows = x[0].transpose(0, 1).index_select(0, places.flatten())
-    return rows.view(*places.shape, *rows.shape[1:]).transpose(1, 2)
-
-
 def _fused(query, key, value, scaling, **mask):
     """Grouped-query attention. CUDA's kernels for a mask or float32 know no grouped queries: there
     PyTorch would silently keep all scores of a layer, so keys and values are repeated."""
@@ -214,23 +279,26 @@ def _fused(query, key, value, scaling, **mask):
                                         enable_gqa=key.shape[1] != query.shape[1])
 
 
+def _gather(x: Tensor, places: Tensor) -> Tensor:
+    """(1, heads, T, size) at places (Q,) -> (Q, heads, size). For all calls at once: the gradient
+    of each gather is as large as x."""
+    return x[0].transpose(0, 1).index_select(0, places)
+
+
 def _shared(query, key, value, packed, scaling):
-    """Causal attention over the prompts, then each response against [its prompt, itself]."""
-    heads, size = query.shape[1], query.shape[3]
-    # Prompts are filled up on the right, where a causal query never looks.
-    prompt_key, prompt_value = (_gather(x, packed.prompt_places) for x in (key, value))
-    outputs = [_fused(_gather(query, packed.prompt_places), prompt_key, prompt_value, scaling,
-                      is_causal=True)]
-    if n := len(packed.lengths):
-        # The gradient of `expand` is a sum, that of `index_select` a slow scatter.
-        prompts = [x.expand(n, -1, -1, -1) if len(x) == 1 else
-                   x.index_select(0, packed.prompt_of) for x in (prompt_key, prompt_value)]
-        both = [torch.cat([prompt, _gather(x, packed.response_places)], 2)
-                for prompt, x in zip(prompts, (key, value))]
-        outputs.append(_fused(_gather(query, packed.response_places), *both, scaling,
-                              attn_mask=packed.response_mask))
-    rows = torch.cat([o.transpose(1, 2).reshape(-1, heads, size) for o in outputs])
-    return rows.index_select(0, packed.restore)[None]
+    """Causal attention over the prompts, and of each response over [its prompt, itself]."""
+    query = _gather(query, packed.query_places)
+    key, value = (_gather(x, packed.key_places) for x in (key, value))
+    masks = packed.masks_for(query)
+    query = query.split([call.pieces * call.queries for call in packed.calls])
+    key, value = (x.split([call.pieces * call.keys for call in packed.calls]) for x in (key, value))
+    outputs = []
+    for call, mask, *places in zip(packed.calls, masks, query, key, value):
+        # (pieces * places, heads, size) -> (pieces, heads, places, size)
+        q, k, v = (x.unflatten(0, (call.pieces, -1)).transpose(1, 2) for x in places)
+        output = _fused(q, k, v, scaling, attn_mask=mask, is_causal=mask is None)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, packed.restore)[None]
 
 
 def _dense(query, key, value, packed, scaling):

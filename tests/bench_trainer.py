@@ -2,8 +2,8 @@
 
     python tests/bench_trainer.py MODEL [--threads 2] [--repeats 3] [--shapes 64,8,64 512,8,64]
 
-Forward and backward pass of one group of P prompt tokens and K responses of R tokens, random ids,
-float32: the policy alone, without loss, reference and optimizer step. Three forms: repeat (a prompt
+Forward and backward pass of one group of P prompt tokens and K responses of R tokens (R~0.8: of R
+on average, log-normal with that sigma; further K,R: further responses), random ids, float32: the policy alone, without loss, reference and optimizer step. Three forms: repeat (a prompt
 a response), dense (a T x T mask), shared. Medians, the forms interleaved, after a warm-up of each;
 the matmul peak is a product of 512 rows with a matrix shaped as in the MLP, in between. FLOPs are
 the model's: projections, head (forward twice), attention over the pairs that may attend. Beside the
@@ -31,7 +31,8 @@ from attention import attach, pack
 from model import _chunks, _HeadLogprobs, load, token_logprobs
 from periodic_async import CORES
 
-SHAPES = [(64, 8, 64), (256, 8, 64), (512, 8, 64), (256, 16, 32), (128, 8, 128), (32, 8, 256)]
+SHAPES = ["64,8,64", "256,8,64", "512,8,64", "256,16,32", "128,8,128", "32,8,256",
+          "200,32,300~0.8", "64,31,30,1,1024"]
 FORMS = {"repeat": "shared", "dense": "dense", "shared": "shared"}  # and the attention it runs on
 HEAD_TOKENS, HEAD_HIDDEN = 2048, 896
 
@@ -60,18 +61,18 @@ def matmul_rates(config, rows=512, repeats=10):
 
 def products_seconds(model, packed):
     """Of the products of a pass alone, in its shapes: of every layer's matrices forward, backward
-    for what goes in and for the matrix; of the head in its chunks, the logits twice; of both fused
+    for what goes in and for the matrix; of the head in its chunks, the logits twice; of all fused
     attention calls of a layer, forward and backward. Nothing is written that a next one reads."""
     config, layers = model.config, model.base_model.layers
     matrices = [w.detach() for w in layers.parameters() if w.dim() == 2]
     head, count = model.get_output_embeddings().weight.detach(), config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows = {n: torch.randn(packed.input_ids.numel(), n) for w in matrices for n in w.shape}
-    (groups, p), (n, r) = packed.prompt_places.shape, packed.response_places.shape
-    calls = [([torch.randn(batch, *shape, size, requires_grad=True) for shape in (
-        (config.num_attention_heads, queries), (count, keys), (count, keys))], how)
-             for batch, queries, keys, how in ((groups, p, p, {"is_causal": True}),
-                                               (n, r, p + r, {"attn_mask": packed.response_mask}))]
+    calls = [([torch.randn(call.pieces, heads, places, size, requires_grad=True)
+               for heads, places in ((config.num_attention_heads, call.queries),
+                                     (count, call.keys), (count, call.keys))],
+              {"attn_mask": mask, "is_causal": mask is None})
+             for call, mask in zip(packed.calls, packed.masks)]
     hidden = torch.randn(len(packed.targets), config.hidden_size)
     start = time.perf_counter()
     for w in matrices:
@@ -88,10 +89,23 @@ def products_seconds(model, packed):
     return time.perf_counter() - start
 
 
+def lengths(shape):
+    """Tokens of the prompt, and of each response, of `P,K,R,K,R..`."""
+    prompt, *rest = shape.split(",")
+    found = []
+    for count, length in zip(rest[::2], rest[1::2], strict=True):
+        mean, _, sigma = length.partition("~")
+        spread = float(sigma or 0)
+        drawn = np.random.default_rng(0).lognormal(-spread**2 / 2, spread, int(count))
+        found += np.maximum(1, (float(mean) * drawn).round()).astype(int).tolist()
+    return int(prompt), found
+
+
 def measure(model, shape, repeats):
     """What is reported of one shape."""
-    (p, k, r), rng = shape, np.random.default_rng(0)
-    group = [rng.integers(10, model.vocab_size, p)], [rng.integers(10, model.vocab_size, (k, r))]
+    (p, r), rng = lengths(shape), np.random.default_rng(0)
+    group = [rng.integers(10, model.vocab_size, p)], [
+        [rng.integers(10, model.vocab_size, n) for n in r]]
     seconds, products = ({form: [] for form in FORMS} for _ in range(2))
     logprobs, rates = {}, []
     for repeat in range(-1, repeats):  # -1: warm-up
@@ -114,10 +128,11 @@ def measure(model, shape, repeats):
     products = {form: statistics.median(products[form]) for form in ("repeat", "shared")}
     cost = packed.cost()  # of shared, the last form
     most = statistics.median(rates)
-    flops = {form: model_flops(model, cost[f"tokens_{form}"], k * r, cost[f"pairs_{form}"])
+    flops = {form: model_flops(model, cost[f"tokens_{form}"], sum(r), cost[f"pairs_{form}"])
              for form in ("repeated", "shared")}
     flop_ratio = flops["repeated"] / flops["shared"]
-    return {"P": p, "K": k, "R": r, "token_ratio": cost["tokens_repeated"] / cost["tokens_shared"],
+    return {"shape": shape, "pairs_computed": cost["pairs_computed"] / cost["pairs_shared"],
+            "token_ratio": cost["tokens_repeated"] / cost["tokens_shared"],
             "flop_ratio": flop_ratio,
             **{f"{form}_speedup": seconds["repeat"] / seconds[form] for form in list(FORMS)[1:]},
             "flop_share": seconds["repeat"] / seconds["shared"] / flop_ratio,
@@ -152,8 +167,7 @@ def main():
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, default=CORES)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--shapes", nargs="*", default=SHAPES, metavar="P,K,R",
-                        type=lambda text: tuple(map(int, text.split(","))))
+    parser.add_argument("--shapes", nargs="*", default=SHAPES, metavar="P,K,R")
     parser.add_argument("--vocabularies", nargs="*", type=int, default=[49152, 151936])
     parser.add_argument("--head-peak", type=int, help=argparse.SUPPRESS)  # the process of its own
     given = parser.parse_args()
@@ -167,17 +181,17 @@ def main():
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     print(f"{given.model}, float32, {given.threads} thread(s), median of {given.repeats}\n"
-          "                seconds                  speed-up         fewer"
-          "         share (ceiling) of\n"
-          "   P   K    R    repeat   dense  shared   dense  shared  tokens   FLOPs"
-          "    FLOP ratio   matmul peak")
+          "                         seconds             speed-up         fewer"
+          "         share (ceiling) of    pairs\n"
+          "  P,K,R            repeat   dense  shared   dense  shared  tokens   FLOPs"
+          "    FLOP ratio   matmul peak   computed")
     shapes, peaks = [], {}
     for shape in given.shapes:
         shapes.append(row := measure(model, shape, given.repeats))
-        print("{P:4} {K:3} {R:4} {repeat_seconds:9.2f} {dense_seconds:7.2f} {shared_seconds:7.2f}"
+        print("{shape:16} {repeat_seconds:9.2f} {dense_seconds:7.2f} {shared_seconds:7.2f}"
               "{dense_speedup:7.2f}x{shared_speedup:7.2f}x{token_ratio:7.2f}x{flop_ratio:7.2f}x"
               "{flop_share:8.0%} ({flop_share_ceiling:.0%}) {matmul_share:6.0%} "
-              "({matmul_share_ceiling:.0%})".format(**row), flush=True)
+              "({matmul_share_ceiling:.0%}) {pairs_computed:8.2f}x".format(**row), flush=True)
     for v in given.vocabularies:
         command = [given.model, f"--threads={given.threads}", f"--head-peak={v}"]
         peaks[v] = float(subprocess.check_output([sys.executable, __file__, *command]))

@@ -1,7 +1,9 @@
 """Packed = separate: a row that holds a prompt once gives what every response alone gives."""
 import copy
 import functools
+import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -115,7 +117,7 @@ def test_padding_adds_places_and_no_terms(share):
     """A13: what `multiple` fills up is in no response, whatever token stands there."""
     plain, filled = (pack([P], [[A, B]], share=share, multiple=n) for n in (1, 8))
     assert filled.input_ids.shape[1] % 8 == 0 and filled.input_ids.shape[1] > len(P + A + B)
-    assert filled.prompt_places.shape[1] == filled.response_places.shape[1] == 8
+    assert all(call.queries % 8 == call.keys % 8 == 0 for call in filled.calls)
     for name in ("predictors", "targets", "response_of", "lengths", "prompt_lengths"):
         assert getattr(filled, name).tolist() == getattr(plain, name).tolist()
 
@@ -139,15 +141,65 @@ def test_shared_prompt_mask_of_the_example():
     assert torch.equal(mask, grid(MASK))
 
 
-def test_response_mask_of_the_example():
-    """A24: (N, 1, R, P + R) bool, a response against [its prompt, itself]."""
-    mask = pack([P, [16, 17]], [[A, B], [[41, 42]]]).response_mask
-    assert mask.dtype == torch.bool and mask.shape == (3, 1, 4, 5 + 4)
-    causal = torch.ones(4, 4, dtype=torch.bool).tril()
-    for response, (prompt, length) in enumerate([(5, 3), (5, 4), (2, 2)]):
-        rows = mask[response, 0, :length]
-        assert rows[:, :prompt].all() and not rows[:, prompt:5].any()
-        assert torch.equal(rows[:, 5:], causal[:length])
+@pytest.mark.parametrize("multiple", (1, 8))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_calls_are_the_definition(layout, multiple):
+    """A24: every place but padding is a query of one call, and sees there what the definition says:
+    its whole prompt, and its own response so far."""
+    packed = pack(*groups(layout), multiple=multiple)
+    queries, keys, seen = 0, 0, {}
+    for call, mask in zip(packed.calls, packed.masks):
+        assert (mask is None) == (call.before == 0)
+        for _ in range(call.pieces):
+            own = packed.key_places[keys:keys + call.keys]
+            for i in range(call.queries):
+                visible = own[:i + 1] if mask is None else own[mask[0, 0, i]]
+                seen[queries + i] = int(packed.query_places[queries + i]), visible.tolist()
+            queries, keys = queries + call.queries, keys + call.keys
+    assert (queries, keys) == (len(packed.query_places), len(packed.key_places))
+    definition = shared_prompt_mask(packed)
+    for place in range(packed.cost()["tokens_shared"]):
+        query, visible = seen[int(packed.restore[place])]
+        assert query == place and visible == definition[place].nonzero()[:, 0].tolist()
+
+
+RAGGED = {  # prompt, lengths of its responses: even, log-normal (mean 300, sigma 0.8), one long
+    "8 x 64": (256, [64] * 8), "32 x 61": (64, [61] * 32), "31 x 30, 1024": (64, [30] * 31 + [1024]),
+    "log-normal": (200, np.random.default_rng(0).lognormal(math.log(300) - 0.32, 0.8, 32)
+                   .astype(int).clip(1).tolist())}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_responses_cost_what_the_formula_says(name):
+    """C04: at most twice the pairs of the definition, whatever the longest response is; C05: and
+    places within sqrt(2) of the tokens, each length filled up to a multiple of 8 first."""
+    prompt, lengths = RAGGED[name]
+    cost = pack([range(prompt)], [[range(n) for n in lengths]], multiple=8).cost()
+    assert cost["pairs_computed"] <= 2 * cost["pairs_shared"] + 8 * cost["tokens_repeated"]
+    filled = sum(-(-n // 8) * 8 for n in (prompt, *lengths))
+    assert cost["tokens_computed"] <= 2 ** 0.5 * filled
+
+
+def test_one_long_response_does_not_lengthen_the_others():
+    """C04: attention over 31 responses of 30 tokens and one of 1,024 keeps no more memory, within a
+    factor of 2, than over as many tokens in even responses, and returns what the mask gives."""
+    kept = {}
+    for name, lengths in {"ragged": [30] * 31 + [1024], "even": [61] * 32}.items():
+        packed = pack([range(64)], [[range(n) for n in lengths]], multiple=8)
+        given = [torch.randn(1, heads, packed.input_ids.numel(), 64, requires_grad=True)
+                 for heads in (9, 3, 3)]
+        sizes = {}  # of what two layers keep: they share one set of masks
+
+        def keep(x, sizes=sizes):
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            output = [attention._shared(*given, packed, 0.25) for _ in range(2)][0]
+        dense = attention._dense(*given, packed, 0.25)
+        tokens = packed.cost()["tokens_shared"]
+        assert torch.allclose(output[:, :tokens], dense[:, :tokens], atol=1e-5)
+        kept[name] = sum(sizes.values())
+    assert kept["ragged"] < 2 * kept["even"]
 
 
 @pytest.mark.parametrize("multiple", (1, 8))
@@ -156,7 +208,7 @@ def test_no_query_is_left_without_a_key(layout, multiple):
     """A24: a fully masked row is NaN on one device and a mean on another; padding has none."""
     packed = pack(*groups(layout), multiple=multiple)
     assert shared_prompt_mask(packed).any(-1).all()
-    assert packed.response_mask.any(-1).all()
+    assert all(mask.any(-1).all() for mask in packed.masks if mask is not None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -188,12 +240,18 @@ def test_masks_reach_the_kernel_as_bool(kind, monkeypatch):
             query, key, value, attn_mask, is_causal=is_causal, **settings)
 
     monkeypatch.setattr(attention, "scaled_dot_product_attention", spy)
-    token_logprobs(attach(small_model(), kind), pack([P], [[A, B]]))
+    token_logprobs(attach(small_model(), kind), pack([P], [[A, B]], multiple=8))
     masks = [m for m in seen if m is not None]
     assert len(masks) == 2  # one a layer
+    if kind == "shared":  # as numbers, made once; an NPU gets them as bool
+        assert masks[0] is masks[1]
+        assert masks[0].unique().tolist() == [-math.inf, 0]
+        monkeypatch.setattr(attention, "BOOLEAN", ("cpu",))
+        token_logprobs(attach(small_model(), kind), pack([P], [[A, B]], multiple=8))
+        masks = [m for m in seen[4:] if m is not None]
     for mask in masks:
         assert mask.dtype == torch.bool
-        assert mask.shape == {"shared": (2, 1, 4, 9), "dense": (1, 1, 12, 12)}[kind]
+        assert mask.shape == {"shared": (1, 1, 8, 16), "dense": (1, 1, 16, 16)}[kind]
 
 
 # -------------------------------------------------------------------------- packed = separate
@@ -351,8 +409,9 @@ def test_full_attention_models_are_accepted(architecture):
 def test_cost_by_hand():
     """P A B: 15 pairs in the prompt, 3 * 5 + 6 of A, 4 * 5 + 10 of B; alone rows of 8 and 9."""
     assert pack([P], [[A, B]]).cost() == {
-        "tokens_shared": 12, "tokens_repeated": 17,
-        "pairs_shared": 15 + (15 + 6) + (20 + 10), "pairs_repeated": 8 * 9 // 2 + 9 * 10 // 2}
+        "tokens_shared": 12, "tokens_repeated": 17, "tokens_computed": 12,
+        "pairs_shared": 15 + (15 + 6) + (20 + 10), "pairs_repeated": 8 * 9 // 2 + 9 * 10 // 2,
+        "pairs_computed": 5 * 5 + 3 * (5 + 3) + 4 * (5 + 4)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -364,7 +423,9 @@ def test_cost_counts_the_mask(layout):
     assert cost["pairs_repeated"] == shared_prompt_mask(repeated).sum()
     assert cost["tokens_shared"] == row.input_ids.numel()
     assert cost["tokens_repeated"] == repeated.input_ids.numel()
-    assert pack(*groups(layout), multiple=8).cost() == cost
+    filled = pack(*groups(layout), multiple=8).cost()
+    assert all(filled[name] == cost[name] for name in cost if not name.endswith("computed"))
+    assert cost["tokens_computed"] >= cost["tokens_shared"]
 
 
 def test_packed_moves_whole(monkeypatch):
@@ -372,5 +433,5 @@ def test_packed_moves_whole(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)  # needs an accelerator
     whole = pack([P], [[A, B]])
     packed = whole.to("meta").to("meta")
-    assert {v.device.type for v in vars(packed).values()} == {"meta"}
-    assert packed.response_mask.device.type == packed.dense_mask.device.type == "meta"
+    tensors = [x for x in vars(packed).values() if x is not packed.calls]
+    assert {x.device.type for x in [*tensors, packed.dense_mask, packed.masks[1]]} == {"meta"}

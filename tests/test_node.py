@@ -408,6 +408,7 @@ def test_masks_for_the_fused_kernel(folders, tmp_path, monkeypatch, kind):
             assert attn_mask[..., 0, 0].all() or attn_mask.shape[2] > key.shape[2]
         return plain(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **others)
     monkeypatch.setattr(attention, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(attention, "BOOLEAN", ("cpu",))
     train(settings(folders[False], tmp_path, "", attention=kind, train_devices="cpu,cpu",
                    rollout_devices="cpu", recompute=True))
     assert set(calls) == ({(False, False)} if kind == "dense" else {(True, True), (False, False)})
