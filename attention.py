@@ -36,6 +36,12 @@ def up(n: int, step: int) -> int:
     return -(-int(n) // step) * step
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product with x computes in: that of autocast, where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def upload(x: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device, launched: from memory of the host that is not pinned, the host would
     wait until the device has done all it has to do."""
@@ -116,12 +122,12 @@ class Packed:
         here one set serves all layers."""
         if query.device.type in BOOLEAN:
             return self.masks
-        if query.dtype not in self._added:
-            self._added[query.dtype] = [
-                mask if mask is None else torch.zeros(mask.shape, dtype=query.dtype,
-                                                      device=mask.device)
+        dtype = product_dtype(query)
+        if dtype not in self._added:
+            self._added[dtype] = [
+                mask if mask is None else torch.zeros_like(mask, dtype=dtype)
                 .masked_fill_(~mask, -torch.inf) for mask in self.masks]
-        return self._added[query.dtype]
+        return self._added[dtype]
 
 
 def shared_prompt_mask(packed: Packed) -> Tensor:

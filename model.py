@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
                           LlamaForCausalLM, PreTrainedTokenizerFast)
 
-from attention import Packed, Slots, attach, pack, refuse, upload
+from attention import Packed, Slots, attach, pack, product_dtype, refuse, upload
 
 HEAD_CHUNK = 2**24       # logits computed at once, in elements: 64 MiB of float32
 PREFILL_TOKENS = 4096    # a prefill takes no further prompt from here on
@@ -294,11 +294,10 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
         """(A, D), (V, D), (A,) -> log-probs (A,) and, without gradient, entropies (A,) in nats."""
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        dtype = product_dtype(hidden)
         low, head = hidden.to(dtype), weight.to(dtype)
         logprobs, normaliser, entropy = (_wide(low.new_empty(len(low))) for _ in range(3))
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(low, head):
                 logits = _wide(low[rows] @ head.T).div_(temperature)
                 largest = logits.amax(-1, keepdim=True)

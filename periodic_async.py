@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from attention import Packed, attach, pack, upload
+from attention import Packed, attach, length_class, pack, up, upload
 from grpo import (CLOSING, LOSSES, Group, Problem, Response, arithmetic, draw_problems,
                   encode_prompt, group_advantages, group_metrics, grpo_loss, math_reward,
                   math_verify, mean_scored, read_problems, token_weights)
@@ -106,7 +106,7 @@ class Config:
     samples: int = _default(16, "responses a prompt, K", least=2)
     inner_steps: int = _default(1, "optimizer steps on the same groups, GRPO's mu")
     micro_batch_groups: int | None = _default(None, "groups a micro-batch (1; tiny: 4)")
-    micro_batch_tokens: int = _default(16384, "packed tokens at most: one with more is split")
+    micro_batch_tokens: int = _default(16384, "tokens at most, filled up: one with more is split")
     recompute: bool = _default(False, "compute activations again in the backward pass")
     # rollouts
     max_prompt_tokens: int = _default(512, "longer prompts are skipped and counted")
@@ -256,9 +256,16 @@ def named_if_no_memory(where: str, relief: str):
 
 
 def thread(name: str) -> ThreadPoolExecutor:
-    """One thread, whose pool torch sets up now: done later, that would undo the `set_num_threads`
-    of other threads."""
-    return ThreadPoolExecutor(1, name, initializer=torch.get_num_threads)
+    """One thread for torch work."""
+    def begin():
+        """In the thread, before its first work."""
+        # Sets up torch's pool now: done later, that would undo `set_num_threads` in other threads.
+        torch.get_num_threads()
+        # The bfloat16 casts of weights are kept for all passes of a period, see `Trainer`. The
+        # cache is one for the process, and leaving an outermost autocast in any thread empties it:
+        # no thread of a run ever has an outermost one.
+        torch.autocast_increment_nesting()
+    return ThreadPoolExecutor(1, name, initializer=begin)
 
 
 class Generator:
@@ -308,7 +315,9 @@ class Generator:
 
         def update():
             """In the worker's thread: all copies at once."""
-            places = [where for where, _ in stages(policy) if where.type != "cpu"]
+            used = dict.fromkeys([where for where, _ in stages(policy)]
+                                 + [copy.device for copy in self.copies])
+            places = [where for where in used if where.type != "cpu"]
             for where in places:  # the step that made the weights ran on another stream
                 torch.accelerator.synchronize(where)
             for copy in self.copies:  # on streams of its own, so that it waits for no other
@@ -434,13 +443,20 @@ class Trainer:
                 self.batches.append(batch)
 
     def _fitting(self, rows: list[tuple]) -> int:
-        """How many rows (prompt, response, advantage, is it kept) pack into --micro-batch-tokens,
-        1 at least; those of a group share one prompt object. Any split is exact: the loss is a sum
-        over responses."""
-        tokens, before = 0, None
+        """How many rows (prompt, response, advantage, is it kept) fit into --micro-batch-tokens as
+        attention computes them, 1 at least; those of a group share one prompt object. Any split is
+        exact: the loss is a sum over responses."""
+        count, longest, before = Counter(), Counter(), None  # of each class of lengths
         for number, (prompt, response, *_) in enumerate(rows):
-            shared = prompt is before and self.config.attention != "repeat"
-            tokens += len(response.ids) + (0 if shared else len(prompt))
+            pieces = [(len(prompt), len(response.ids))]
+            if prompt is not before or self.config.attention == "repeat":
+                pieces.append((0, len(prompt)))
+            for behind, length in pieces:
+                filled = up(length, 8)
+                kind = length_class(behind, filled)
+                count[kind] += 1
+                longest[kind] = max(longest[kind], filled)
+            tokens = sum(count[kind] * longest[kind] for kind in count)
             if number and tokens > self.config.micro_batch_tokens:
                 return number
             before = prompt
@@ -527,6 +543,7 @@ class Trainer:
         self.optimizer.param_groups[0]["lr"] = self.config.learning_rate * warm
         if not self.bad_steps:
             self.optimizer.step()
+        torch.clear_autocast_cache()  # of casts of the weights before the step, see `thread`
         self.optimizer.zero_grad(set_to_none=False)
         return norm
 

@@ -3,12 +3,14 @@
     python tests/bench_trainer.py MODEL [--threads 2] [--repeats 3] [--shapes 64,8,64 512,8,64]
 
 Forward and backward pass of one group of P prompt tokens and K responses of R tokens (R~0.8: of R
-on average, log-normal with that sigma; further K,R: further responses), random ids, float32: the policy alone, without loss, reference and optimizer step. Three forms: repeat (a prompt
-a response), dense (a T x T mask), shared. Medians, the forms interleaved, after a warm-up of each;
-the matmul peak is a product of 512 rows with a matrix shaped as in the MLP, in between. FLOPs are
-the model's: projections, head (forward twice), attention over the pairs that may attend. Beside the
-share of the FLOP ratio that the speed-up reaches, and that of the peak, stand their ceilings: what
-the products of the two passes reach alone, attention fused.
+on average, log-normal with that sigma; further K,R: further responses), random ids, float32: the
+policy alone, without loss, reference and optimizer step. Three forms: repeat (a prompt a response),
+dense (a T x T mask), shared. Medians, the forms interleaved, after a warm-up of each; the matmul
+peak is a product of 512 rows with a matrix shaped as in the MLP, in between. FLOPs are the model's:
+projections, head (forward twice), attention over the pairs that may attend. Beside the share of the
+FLOP ratio that the speed-up reaches, and that of the peak, stand their ceilings: what the products
+of the two passes reach alone, attention fused; last, the pairs that shared computes over those that
+may attend.
 Head: 2,048 tokens of hidden size 896, in a process of its own: the peak of resident memory in
 forward and backward above weight, its gradient and hidden states, beside the size of all logits.
 """

@@ -163,8 +163,9 @@ def test_calls_are_the_definition(layout, multiple):
         assert query == place and visible == definition[place].nonzero()[:, 0].tolist()
 
 
-RAGGED = {  # prompt, lengths of its responses: even, log-normal (mean 300, sigma 0.8), one long
-    "8 x 64": (256, [64] * 8), "32 x 61": (64, [61] * 32), "31 x 30, 1024": (64, [30] * 31 + [1024]),
+RAGGED = {  # prompt, lengths of its responses: even, one long, log-normal (mean 300, sigma 0.8)
+    "8 x 64": (256, [64] * 8), "32 x 61": (64, [61] * 32),
+    "31 x 30, 1024": (64, [30] * 31 + [1024]),
     "log-normal": (200, np.random.default_rng(0).lognormal(math.log(300) - 0.32, 0.8, 32)
                    .astype(int).clip(1).tolist())}
 
@@ -194,7 +195,7 @@ def test_one_long_response_does_not_lengthen_the_others():
             sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            output = [attention._shared(*given, packed, 0.25) for _ in range(2)][0]
+            output, _ = (attention._shared(*given, packed, 0.25) for _ in range(2))
         dense = attention._dense(*given, packed, 0.25)
         tokens = packed.cost()["tokens_shared"]
         assert torch.allclose(output[:, :tokens], dense[:, :tokens], atol=1e-5)

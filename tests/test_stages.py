@@ -461,11 +461,16 @@ def test_copies_are_launched_before_one_is_read():
 
 def test_weights_go_to_all_copies_at_once(monkeypatch):
     """On one stream a copy would wait for the one before it: each has a stream of its own on every
-    device of the policy. The host waits for those devices before, for the step ran on another
-    stream, and once all is launched, for generation does."""
-    places, events, current = [torch.device("cuda:0"), torch.device("cuda:1")], [], {}
-    policy = SimpleNamespace(stages=[(where, None) for where in places])
+    device of the policy and of the copies. The host waits for those devices before, for the step
+    ran on another stream, and once all is launched, for generation does (C08: for the copies' own
+    devices too, where the last of the weights may still be on their way)."""
+    events, current = [], {}
+    trained, places = ([torch.device(f"cuda:{n}") for n in numbers]
+                       for numbers in ((0, 1), (0, 1, 2, 3)))
+    policy = SimpleNamespace(stages=[(where, None) for where in trained])
     copies = copies_of(cut(), 3)
+    for copy, where in zip(copies, (2, 3, 3)):
+        copy.device = torch.device(f"cuda:{where}")
     generator = generator_of(copies)
 
     class Stream:
@@ -485,10 +490,10 @@ def test_weights_go_to_all_copies_at_once(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", events.append)
     monkeypatch.setattr(periodic_async, "copy_weights", copied)
     asyncio.run(generator.update(policy, 1))
-    assert events[:2] == events[-2:] == places and not current
-    found, streams = zip(*events[2:-2])
+    assert events[:4] == events[-4:] == places and not current
+    found, streams = zip(*events[4:-4])
     assert found == tuple(copies)
-    assert len({id(stream) for used in streams for stream in used}) == 2 * 3
+    assert len({id(stream) for used in streams for stream in used}) == 4 * 3
 
 
 # ------------------------------------------------------------------------------ devices and layout
