@@ -14,7 +14,7 @@ Where this departs from stock transformers:
     pack(prompts, responses) -> Packed -> attach(model, kind)'s model(packed=...) -> hidden states
 """
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
@@ -192,6 +192,23 @@ def length_class(before: int, length: int) -> tuple[int, int]:
     """Pieces of one class share a call of attention: they follow prompts of one length, and their
     own lengths, filled up, differ by less than a factor of sqrt(2)."""
     return before, int(2 * math.log2(length))
+
+
+class ComputedTokens:
+    """`cost()["tokens_computed"]` of pieces that are added one by one, with `multiple` 8."""
+
+    def __init__(self):
+        self.count, self.longest = Counter(), Counter()  # of each class
+
+    def add(self, before: int, length: int) -> None:
+        """A prompt (before is 0), or a response to a prompt of `before` tokens."""
+        filled = up(length, 8)
+        kind = length_class(before, filled)
+        self.count[kind] += 1
+        self.longest[kind] = max(self.longest[kind], filled)
+
+    def total(self) -> int:
+        return sum(self.count[kind] * self.longest[kind] for kind in self.count)
 
 
 def _calls(pieces: list[tuple[int, int, int, int]], multiple: int) -> tuple:

@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from attention import Packed, attach, length_class, pack, up, upload
+from attention import ComputedTokens, Packed, attach, pack, upload
 from grpo import (CLOSING, LOSSES, Group, Problem, Response, arithmetic, draw_problems,
                   encode_prompt, group_advantages, group_metrics, grpo_loss, math_reward,
                   math_verify, mean_scored, read_problems, token_weights)
@@ -106,7 +106,8 @@ class Config:
     samples: int = _default(16, "responses a prompt, K", least=2)
     inner_steps: int = _default(1, "optimizer steps on the same groups, GRPO's mu")
     micro_batch_groups: int | None = _default(None, "groups a micro-batch (1; tiny: 4)")
-    micro_batch_tokens: int = _default(16384, "tokens at most, filled up: one with more is split")
+    # At 7B, simulated, a period is shorter than with 16384 by 1 to 13 %: stages wait less.
+    micro_batch_tokens: int = _default(8192, "tokens at most, filled up: one with more is split")
     recompute: bool = _default(False, "compute activations again in the backward pass")
     # rollouts
     max_prompt_tokens: int = _default(512, "longer prompts are skipped and counted")
@@ -446,18 +447,12 @@ class Trainer:
         """How many rows (prompt, response, advantage, is it kept) fit into --micro-batch-tokens as
         attention computes them, 1 at least; those of a group share one prompt object. Any split is
         exact: the loss is a sum over responses."""
-        count, longest, before = Counter(), Counter(), None  # of each class of lengths
+        tokens, before = ComputedTokens(), None
         for number, (prompt, response, *_) in enumerate(rows):
-            pieces = [(len(prompt), len(response.ids))]
             if prompt is not before or self.config.attention == "repeat":
-                pieces.append((0, len(prompt)))
-            for behind, length in pieces:
-                filled = up(length, 8)
-                kind = length_class(behind, filled)
-                count[kind] += 1
-                longest[kind] = max(longest[kind], filled)
-            tokens = sum(count[kind] * longest[kind] for kind in count)
-            if number and tokens > self.config.micro_batch_tokens:
+                tokens.add(0, len(prompt))
+            tokens.add(len(prompt), len(response.ids))
+            if number and tokens.total() > self.config.micro_batch_tokens:
                 return number
             before = prompt
         return len(rows)

@@ -1,6 +1,7 @@
 """A simulation of a period: which split of the devices into stages and copies is best, and why.
 
     python tests/bench_schedule.py [MODEL] [--device 80GB] [--prompts 128] [--samples 16]
+    python tests/bench_schedule.py --micro-batches      # what --micro-batch-tokens makes of 7B
 
 `simulate` is an event simulation of one period. With MODEL, a folder of a small model, its
 constants are measured on this machine by short probes before and after each of three real periods,
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import periodic_async
+from attention import ComputedTokens
 from grpo import Group, Response, draw_problems
 from model import PREFILL_TOKENS, stage_edges
 from periodic_async import Config, run_period, set_up
@@ -44,7 +46,7 @@ class Period:
     rows: int = 64                          # of each copy
     stages: Sequence[float] = (1.0,)        # the share of the layers that each stage has
     micro_batch_groups: int = 1
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = 8192
     copy: float = 0.0                       # of the weights, to all copies
     step: float = 0.0                       # of the optimizer
     generate_slower: float = 1.0            # factors while both sides work: on one CPU they share
@@ -144,17 +146,25 @@ class Pipeline:
             self.launch()
 
     def launch(self) -> None:
-        """Pack the waiting groups; too many tokens are split, as `Trainer._fitting` does."""
-        groups, self.groups, parts, before = self.groups, [], [0], None
-        for group in groups:
-            for length in self.period.lengths[group]:
-                prompt = self.period.prompts[group]
-                more = length + (0 if group == before else prompt)
-                if parts[-1] and parts[-1] + more > self.period.micro_batch_tokens:
-                    parts.append(0)
-                    more = length + prompt
-                parts[-1], before = parts[-1] + more, group
-        for tokens in filter(None, parts):
+        """Pack the waiting groups; too many tokens, as attention fills them up, are split, as
+        `Trainer._fitting` does. The time of a part is that of its tokens, without the filling."""
+        rows = [(self.period.prompts[group], length, group) for group in self.groups
+                for length in self.period.lengths[group]]
+        parts, self.groups = [], []
+        while rows:
+            computed, tokens, before = ComputedTokens(), 0, None
+            for number, (prompt, length, group) in enumerate(rows):
+                if group != before and prompt:
+                    computed.add(0, prompt)
+                computed.add(prompt, length)
+                if number and computed.total() > self.period.micro_batch_tokens:
+                    rows = rows[number:]
+                    break
+                tokens, before = tokens + length + (0 if group == before else prompt), group
+            else:
+                rows = []
+            parts.append(tokens)
+        for tokens in parts:
             self.tokens.append(tokens)
             for queue, share in zip(self.queues, self.period.stages):
                 queue.append(["F", len(self.tokens) - 1, tokens * share * self.period.forward])
@@ -403,11 +413,12 @@ class Model:
     hidden: int
     saved: float          # bytes a token that one layer keeps for its backward pass (`model.plan`)
     parameters: float
+    heads: int = 8        # of keys and values
 
     @property
     def cache(self) -> int:
-        """Bytes of a token's keys and values in bfloat16, 8 heads of 128."""
-        return self.layers * 2 * 8 * 128 * 2
+        """Bytes of a token's keys and values in bfloat16, heads of 128."""
+        return self.layers * 2 * self.heads * 128 * 2
 
 
 @dataclass(frozen=True)
@@ -417,7 +428,8 @@ class Device:
     memory: float         # bytes
 
 
-MODELS = {"8B": Model(36, 4096, 270e3, 8.2e9), "32B": Model(64, 5120, 442e3, 32.8e9)}
+MODELS = {"7B": Model(28, 3584, 299e3, 7.6e9, 4), "8B": Model(36, 4096, 270e3, 8.2e9),
+          "32B": Model(64, 5120, 442e3, 32.8e9)}
 DEVICES = {"80GB": Device(989e12, 3.35e12, 80e9), "141GB": Device(989e12, 4.8e12, 141e9),
            "910B": Device(376e12, 1.6e12, 64e9)}
 USABLE = 0.95             # of a device's memory
@@ -425,9 +437,10 @@ LONGEST, MEAN, SIGMA = 4096, 1000, 0.8  # response tokens: log-normal, cut at th
 PROMPT, LONGEST_PROMPT = 256, 512
 
 
-def log_normal(groups: int, samples: int) -> list[list[int]]:
-    rng, mu = np.random.default_rng(0), np.log(MEAN) - SIGMA**2 / 2
-    return rng.lognormal(mu, SIGMA, (groups, samples)).clip(1, LONGEST).astype(int).tolist()
+def log_normal(groups: int, samples: int, seed: int = 0, mean: int = MEAN,
+               longest: int = LONGEST) -> list[list[int]]:
+    rng, mu = np.random.default_rng(seed), np.log(mean) - SIGMA**2 / 2
+    return rng.lognormal(mu, SIGMA, (groups, samples)).clip(1, longest).astype(int).tolist()
 
 
 def rows_that_fit(model: Model, device: Device, most: int) -> int:
@@ -512,18 +525,41 @@ def table(name: str, device_name: str, number: int, given) -> str:
     return best
 
 
+def micro_batch_table(given) -> dict[str, list[float]]:
+    """Print what --micro-batch-tokens makes of the README's 7B command, 32 prompts x 32 responses
+    of 2,048 tokens at most on four stages and four copies of 910B: seconds of an overlapped period
+    for three draws of the lengths, at three speeds of training."""
+    sizes, found = (1024, 2048, 4096, 8192, 16384), {}
+    print("\nsimulation: seconds of a period by --micro-batch-tokens, 7B on 4 + 4 devices of 910B\n"
+          "mean length  of the peak  seed" + "".join(f"{size:>9}" for size in sizes))
+    for mean, share, seed in itertools.product((500, 1000), (0.25, 0.4, 0.5), range(3)):
+        seconds = []
+        for size in sizes:
+            given.micro_batch_tokens, given.train_share = size, share
+            given.prompts, given.samples = 32, 32
+            period = split(MODELS["7B"], DEVICES["910B"], 4, 4, given)
+            period = replace(period, lengths=log_normal(32, 32, seed, mean, 2048))
+            seconds.append(simulate(period, "async").seconds)
+        found[f"{mean},{share},{seed}"] = seconds
+        print(f"{mean:11}{share:13.0%}{seed:6}" + "".join(f"{x:9.1f}" for x in seconds))
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?")
     for name, default, what in (
             ("repeats", 1, "measured periods of each setting"),
             ("prompts", 128, "P"), ("samples", 16, "K"), ("rows", 64, "of a copy, at most"),
-            ("micro-batch-tokens", 16384, "at most; a micro-batch is one group"),
+            ("micro-batch-tokens", 8192, "at most; a micro-batch is one group"),
             ("train-share", 0.4, "of the peak FLOPs"), ("decode-share", 0.6, "of the bandwidth"),
             ("link", 50e9, "bytes a second between two devices")):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=what)
     parser.add_argument("--device", default="80GB", choices=DEVICES, help="of the 8B setting")
+    parser.add_argument("--micro-batches", action="store_true", help="that table alone")
     given = parser.parse_args()
+    if given.micro_batches:
+        return print(json.dumps({"simulation": True, "seconds": micro_batch_table(given)}))
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     periodic_async.LENDING = False

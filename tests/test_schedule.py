@@ -61,8 +61,9 @@ def test_pipeline_is_1f1b(batches):
 
 
 def test_too_many_tokens_are_split_between_responses():
-    """3 responses of 4 tokens to a prompt of 2, at most 10: two, then one with its prompt again."""
-    period = made(1, 3, 4, prompts=[2], micro_batch_tokens=10, decode=lambda rows, places: 0.0)
+    """3 responses of 4 tokens to a prompt of 2, filled up to 8 each, at most 24: two, then one with
+    its prompt again."""
+    period = made(1, 3, 4, prompts=[2], micro_batch_tokens=24, decode=lambda rows, places: 0.0)
     assert simulate(period, "async").seconds == pytest.approx(0.3 * (10 + 6))
 
 
