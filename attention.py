@@ -257,38 +257,35 @@ class Slots:
         lanes (slots, K) are the rows that read each prompt slot: row i is lanes[slot[i], lane[i]].
         """
         self.aim(self.responses, torch.arange(len(places), device=places.device), places)
-        self.widths, self.count = widths, len(lanes)
+        self.prompt_slot, self.lane, self.lanes, self.widths = slot, lane, lanes, widths
         prompt, own = (torch.arange(width, device=places.device) for width in widths)
         hidden = torch.cat([prompt >= lengths[:, None], own > places[:, None]], 1)
         self.bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
-        # The same for rows and lanes split by key/value head: (rows, heads) and (slots, heads, K).
-        heads, k = self.prompts[0].shape[2], lanes.shape[1]
-        head = torch.arange(heads, device=places.device)
-        self.to_lanes = (lanes[:, None, :] * heads + head[:, None]).flatten()
-        self.to_rows = ((slot[:, None] * heads + head) * k + lane[:, None]).flatten()
 
     def _with_prompts(self, x: Tensor, stored: Tensor) -> Tensor:
-        """Products of x (rows * heads, g, n) with what each row's prompt slot holds, (slots, heads,
-        n, m): the rows of a prompt are multiplied together, so that it is read once."""
-        g, n = x.shape[1:]
-        x = x.index_select(0, self.to_lanes).view(self.count, stored.shape[1], -1, n) @ stored
-        return x.view(-1, g, x.shape[-1]).index_select(0, self.to_rows)
+        """x (rows, heads, g, n) @ what each row's prompt slot holds, (slots, heads, n, m): the rows
+        of a prompt are multiplied together, so that it is read once. -> (rows, heads, g, m)"""
+        k, g = self.lanes.shape[1], x.shape[2]
+        x = x[self.lanes].transpose(1, 2).flatten(2, 3)         # (slots, heads, K * g, n)
+        x = (x @ stored).unflatten(2, (k, g)).transpose(1, 2)   # (slots, K, heads, g, m)
+        return x[self.prompt_slot, self.lane]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor,
                scaling: float) -> Tensor:
         """Attention of one new token a row, (rows, heads, 1, size), to its prompt and its response.
-        Written as matrix products over the query heads of a key head: unlike one-query
+        Written as matrix products over the g query heads of a key head: unlike one-query
         `scaled_dot_product_attention` its bits do not depend on threads."""
-        rows, heads, _, size = query.shape
         self.write(layer, key[:, :, 0], value[:, :, 0])
-        keys, values = (x[layer, :rows].flatten(0, 1)[:, :self.widths[1]] for x in self.responses)
-        prompt_keys, prompt_values = (stored[layer, :self.count, :, :self.widths[0]]
+        rows, heads, _, size = query.shape
+        prompt_width, own_width = self.widths
+        prompt_keys, prompt_values = (stored[layer, :len(self.lanes), :, :prompt_width]
                                       for stored in self.prompts)
-        query = (query * scaling).view(len(keys), -1, size).to(keys.dtype)
+        keys, values = (stored[layer, :rows, :, :own_width] for stored in self.responses)
+        query = (query * scaling).view(rows, keys.shape[1], -1, size).to(keys.dtype)
         scores = torch.cat([self._with_prompts(query, prompt_keys.mT), query @ keys.mT], -1)
-        scores = scores.view(rows, -1, *scores.shape[1:]) + self.bias[:, None, None]
-        weights = scores.softmax(-1).flatten(0, 1).to(keys.dtype)  # float32 before, as the bias is
-        of_prompt, of_own = weights.split(self.widths, -1)
+        # (rows, key heads, g, widths); in float32 before the softmax, as the bias is
+        attention = (scores + self.bias[:, None, None]).softmax(-1).to(keys.dtype)
+        of_prompt, of_own = attention.split(self.widths, -1)
         output = self._with_prompts(of_prompt, prompt_values) + of_own @ values
         return output.view(rows, 1, heads, size)
 

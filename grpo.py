@@ -64,12 +64,6 @@ class Group:
     version: int
 
 
-def arithmetic(seed: int, index: int) -> tuple[str, str]:
-    """Question and answer number `index` of the endless arithmetic task: `3+8=` and `11`."""
-    a, b = np.random.Generator(np.random.Philox(key=[seed, index])).integers(0, 10, 2)
-    return f"{a}+{b}=", str(a + b)
-
-
 def read_problems(path: str | Path) -> list[tuple[str, str]]:
     """Questions and gold answers of a JSONL file or of a JSON array of objects: GSM8K, DeepScaleR,
     AIME, MATH-500 and the like. The question stands in `question`, `problem` or `prompt`, the gold

@@ -46,11 +46,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention import ComputedTokens, Packed, attach, pack, upload
-from grpo import (CLOSING, LOSSES, Group, Problem, Response, arithmetic, draw_problems,
-                  encode_prompt, group_advantages, group_metrics, grpo_loss, math_reward,
-                  math_verify, mean_scored, read_problems, token_weights)
-from model import (InferenceCopy, TriModel, copy_weights, devices, fetch, frozen_copy, load, place,
-                   plan, stages, stop_ids)
+from grpo import (CLOSING, LOSSES, Group, Problem, Response, draw_problems, encode_prompt,
+                  group_advantages, group_metrics, grpo_loss, math_reward, math_verify, mean_scored,
+                  read_problems, token_weights)
+from model import (InferenceCopy, TriModel, arithmetic, copy_weights, cut_into_stages, fetch,
+                   find_devices, frozen_copy, load, plan, stages, stop_ids)
 
 CLIP_NORM = 1.0       # global norm of a step's gradient
 WARMUP_PERIODS = 5    # until the learning rate is reached, linearly
@@ -301,8 +301,8 @@ class Generator:
         copy, key = min(self.copies, key=lambda c: c.tokens_waiting), [self.seed, self.version]
         streams = (np.random.Philox(key=key, counter=[0, 0, problem.key, sample])
                    for sample in range(samples))
-        uniforms = np.stack([np.random.Generator(stream).random(copy.limit, dtype=np.float32)
-                             for stream in streams])
+        uniforms = np.stack([np.random.Generator(stream).random(
+            copy.max_new_tokens, dtype=np.float32) for stream in streams])
         future = asyncio.get_running_loop().create_future()
         copy.submit(future, problem.prompt_ids, uniforms)
         self._futures[future] = [None] * samples
@@ -697,7 +697,7 @@ def planned(config: Config) -> tuple[str, dict[str, float]]:
 
     def held(config):
         """What every role will hold, by part, and the sum of every device."""
-        train = named(config.train_devices or str(devices("")[0]))
+        train = named(config.train_devices or str(find_devices("")[0]))
         rollout = named(config.rollout_devices) if config.rollout_devices else train[:1]
         roles = [*(f"{name} train" for name in train), *(f"{name} generate" for name in rollout)]
         parts = list(zip(roles, plan(len(train), len(rollout), **vars(config))))
@@ -723,10 +723,10 @@ def planned(config: Config) -> tuple[str, dict[str, float]]:
 
 def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNamespace:
     """The parts of a run, loaded. Raises ValueError or OSError for what the user can mend."""
-    train_on = devices(config.train_devices)
+    train_on = find_devices(config.train_devices)
     if train_on[0].type != "cpu" and config.model != "tiny" and config.periods:
         planned(config)
-    rollout_on = devices(config.rollout_devices or str(train_on[0]))
+    rollout_on = find_devices(config.rollout_devices or str(train_on[0]))
     dtype = getattr(torch, config.dtype)
     settings = {"temperature": config.temperature, "dtype": dtype}
     begun = time.perf_counter()
@@ -745,8 +745,8 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
     state = restore(config, out, problems_sha256, policy)
     for half_written in out.glob(".period-*"):
         shutil.rmtree(half_written)
-    copies = [InferenceCopy(place(frozen_copy(policy, dtype), [where]), stop_ids(policy, tokenizer),
-                            rows=config.rows, longest_prompt=longest,
+    copies = [InferenceCopy(cut_into_stages(frozen_copy(policy, dtype), [where]),
+                            stop_ids(policy, tokenizer), rows=config.rows, longest_prompt=longest,
                             max_new_tokens=config.max_new_tokens, **settings)
               for where in rollout_on]
     models = TriModel(policy, copies[0].model, reference, **settings)

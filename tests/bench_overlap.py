@@ -53,10 +53,9 @@ async def rewards(problem, responses):
 
 def fix_lengths(copy, longest):
     """Responses end after a length drawn from (key, sample), and never before."""
-    def stopped(rows):
-        wanted = [np.random.default_rng([int(copy.length[row]), int(copy.uniforms[row, 0] * 2**24)])
-                  .integers(longest // 6, longest + 1) for row in rows]
-        return copy.count[rows] == wanted
+    def stopped(row):
+        seed = [row.prompt_length, int(row.uniforms[0] * 2**24)]
+        return len(row.ids) == int(np.random.default_rng(seed).integers(longest // 6, longest + 1))
     copy._stopped = stopped
 
 

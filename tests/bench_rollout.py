@@ -45,9 +45,8 @@ class FixedLengths(InferenceCopy):
         super().__init__(*args, **settings)
         self.lengths = lengths
 
-    def _stopped(self, rows):
-        requests = [self.request[row] for row in rows]
-        return self.count[rows] == [self.lengths[ticket][sample] for ticket, sample in requests]
+    def _stopped(self, row):
+        return len(row.ids) == self.lengths[row.ticket][row.sample]
 
 
 def ours(model, prompts, lengths, rows, probes):
@@ -60,7 +59,7 @@ def ours(model, prompts, lengths, rows, probes):
         copy.submit(i, prompt, rng.random((SAMPLES, 128), dtype=np.float32))
     full_steps = ended = tokens = seconds = 0
     while not copy.idle:
-        start, full = time.perf_counter(), not copy.admits and copy.live == rows
+        start, full = time.perf_counter(), not copy.admits and len(copy.rows) == rows
         copy.launch()
         responses = copy.finish()
         step = time.perf_counter() - start
@@ -103,16 +102,16 @@ def attention_products(model, slots, rows):
     """Seconds of the products of the step just done with the keys and values in its slots."""
     prompt, own = slots.widths
     g = model.config.num_attention_heads // model.config.num_key_value_heads
-    lanes = len(slots.to_lanes) * g // slots.count // model.config.num_key_value_heads
+    count, lanes = slots.lanes.shape
     def random(like, m, n):
         return torch.randn(*like.shape[:-2], m, n)
     start, made = time.perf_counter(), 0.0
     for layer in range(model.config.num_hidden_layers):
         keys, values = (x[layer, :rows].flatten(0, 1) for x in slots.responses)
-        prompt_keys, prompt_values = (x[layer, :slots.count] for x in slots.prompts)
+        prompt_keys, prompt_values = (x[layer, :count] for x in slots.prompts)
         pairs = ((keys[:, :own].mT, g), (values[:, :own], g),
-                 (prompt_keys[..., :prompt, :].mT, lanes),
-                 (prompt_values[..., :prompt, :], lanes))
+                 (prompt_keys[..., :prompt, :].mT, lanes * g),
+                 (prompt_values[..., :prompt, :], lanes * g))
         begun = time.perf_counter()
         left = [random(right, m, right.shape[-2]) for right, m in pairs]
         made += time.perf_counter() - begun

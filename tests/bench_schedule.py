@@ -266,9 +266,8 @@ def fix_lengths(copy) -> deque:
         wanted[ticket] = coming.popleft()
         submit(ticket, prompt, uniforms)
 
-    def stopped(rows):
-        return np.array([copy.count[row] == wanted[copy.request[row][0]][copy.request[row][1]]
-                         for row in rows], dtype=bool)
+    def stopped(row):
+        return len(row.ids) == wanted[row.ticket][row.sample]
     copy.submit, copy._stopped = submitted, stopped
     return coming
 
@@ -299,7 +298,8 @@ class Probes:
         await worker.run("prefill", step, [copy])
         prefilled = time.perf_counter()
         if wide:  # as if all but a few tokens of the longest responses had been sampled
-            copy.count[:copy.live] = most - PROBE_STEPS
+            for row in copy.rows:
+                row.ids += [0] * (most - PROBE_STEPS - len(row.ids))
         while not copy.idle:
             await worker.run("decode", step, [copy])
         return prefilled - begun, (time.perf_counter() - prefilled) / PROBE_STEPS

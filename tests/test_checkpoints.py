@@ -15,7 +15,7 @@ from test_periodic_async import Recorder, SlowGenerator, config, hashes, made_ru
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import periodic_async
-from grpo import arithmetic
+from model import arithmetic
 from periodic_async import HARMLESS, Config, UserError, as_flags, run_period, train
 
 TIMING = {"seconds", "generate_busy", "train_busy", "first_group_seconds", "tail_seconds",

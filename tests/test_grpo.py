@@ -16,7 +16,6 @@ from grpo import (
     Group,
     Problem,
     Response,
-    arithmetic,
     draw_problems,
     encode_prompt,
     extract_answer,
@@ -26,6 +25,7 @@ from grpo import (
     read_problems,
     token_weights,
 )
+from model import arithmetic
 
 MINUS = "\u2212"  # the typographic minus sign, not the hyphen
 MAX_LENGTH = 8  # the constant length of dr_grpo in these tests

@@ -33,7 +33,7 @@ from model import (
     InferenceCopy,
     TriModel,
     copy_weights,
-    devices,
+    find_devices,
     frozen_copy,
     load,
     stop_ids,
@@ -591,7 +591,7 @@ def test_more_samples_than_rows():
     generator = generator_of(policy, [4, 9, 17])
     prefilled = []
     prefill = generator.prefill
-    generator.prefill = lambda rows: (prefilled.append(rows), prefill(rows))[1]
+    generator.prefill = lambda: (prefilled.append(1), prefill())[1]
     requests = [("t", [1, 2, 3], uniforms(21))]
     results = generate(generator, requests)
     assert len(prefilled) == 1
@@ -845,7 +845,7 @@ def test_default_device(found, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator",
                         lambda check_available=False: found and torch.device(found))
     monkeypatch.setattr(torch, "empty", lambda *_, device: SimpleNamespace(device=str(device)))
-    assert devices("") == [found or "cpu"]
+    assert find_devices("") == [found or "cpu"]
 
 
 def test_sources_name_no_vendor():

@@ -27,7 +27,7 @@ from torch.utils import backend_registration
 from transformers import AutoModelForCausalLM
 
 import attention
-from model import InferenceCopy, devices, load, place
+from model import InferenceCopy, cut_into_stages, find_devices, load
 from periodic_async import Worker, train
 
 aten = torch.ops.aten
@@ -248,10 +248,10 @@ def refused(call, *words):
 
 def refusals():
     """Runs in a process with the stub: what it refuses, what it counts, and names of devices."""
-    first, second = devices("npu:0, npu:1")
+    first, second = find_devices("npu:0, npu:1")
     assert (str(first), str(second)) == ("npu:0", "npu:1")
-    assert [str(where) for where in (*devices("npu"), *devices(""))] == ["npu:0", "npu:0"]
-    refused(lambda: devices("0"), "no device 0")
+    assert [str(where) for where in (*find_devices("npu"), *find_devices(""))] == ["npu:0", "npu:0"]
+    refused(lambda: find_devices("0"), "no device 0")
     x, y = torch.ones(2, device=first), torch.ones(2, device=second)
     refused(lambda: torch.zeros(2, dtype=torch.float64, device=first), "float64")
     refused(lambda: x.double(), "float64")
@@ -269,7 +269,7 @@ def refusals():
 
 def test_the_stub_refuses(child):
     """A stub that lets everything pass: float64, two devices, device and host are refused, reads
-    are counted; `devices` finds its devices by their names."""
+    are counted; `find_devices` finds its devices by their names."""
     started = child(f"{PLANT}be_npus(); test_node.refusals()", config("tiny", ""))
     assert started.ended()[0] == 0, started.text("err")
     assert "REFUSED" in started.text("out")
@@ -377,7 +377,7 @@ def test_place_keeps_a_tie_on_the_way_to_an_npu(child, folders):
 
 
 def tied_and_placed(folder):
-    policy = place(load(folder)[0], devices("npu:0,npu:1"))
+    policy = cut_into_stages(load(folder)[0], find_devices("npu:0,npu:1"))
     assert policy.lm_head.weight is policy.model.embed_tokens.weight
     print("TIED", flush=True)
     os._exit(0)
@@ -460,7 +460,7 @@ def owned():
 def loaded(folder, small, places):
     """Prints by how much the memory that the process owns grew at most while loading, and the size
     of the model."""
-    load(small, devices(places))  # what is made once
+    load(small, find_devices(places))  # what is made once
     before, most, done = owned(), [0], threading.Event()
 
     def watch():
@@ -469,7 +469,7 @@ def loaded(folder, small, places):
             time.sleep(0.0005)
     watcher = threading.Thread(target=watch)
     watcher.start()
-    model, _ = load(folder, devices(places))
+    model, _ = load(folder, find_devices(places))
     done.set()
     watcher.join()
     size = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -36,11 +36,11 @@ from grpo import Problem
 from model import (
     InferenceCopy,
     TriModel,
-    devices,
+    cut_into_stages,
+    find_devices,
     frozen_copy,
     layout,
     load,
-    place,
     plan,
     stage_edges,
     stages,
@@ -72,7 +72,7 @@ def unclipped(monkeypatch):
 def cut(count=1, *, tied=False, **settings):
     """A policy of four layers in stages, all of them on the CPU."""
     settings = {"num_hidden_layers": 4, "tie_word_embeddings": tied} | settings
-    return place(attach(small_model(**settings).train()), ["cpu"] * count)
+    return cut_into_stages(attach(small_model(**settings).train()), ["cpu"] * count)
 
 
 def assert_equal(found, expected):
@@ -175,7 +175,7 @@ def test_all_three_models_score_in_stages(dtype, tied):
     def scored(count):
         policy = attach(small_model(num_hidden_layers=4, tie_word_embeddings=tied).train())
         if count:
-            place(policy, ["cpu"] * count)
+            cut_into_stages(policy, ["cpu"] * count)
         old, reference = (nudged(frozen_copy(policy, dtype), size) for size in (0.01, 0.03))
         sums = {}
         models = TriModel(policy, old, reference, temperature=0.8, dtype=dtype)
@@ -381,8 +381,8 @@ def test_versions_never_mix(folders, rewarded, tmp_path):
 
 
 def copies_of(policy, count, limit=4):
-    return [InferenceCopy(place(frozen_copy(policy), ["cpu"]), [], rows=8, longest_prompt=48,
-                          max_new_tokens=limit) for _ in range(count)]
+    return [InferenceCopy(cut_into_stages(frozen_copy(policy), ["cpu"]), [], rows=8,
+                          longest_prompt=48, max_new_tokens=limit) for _ in range(count)]
 
 
 def generator_of(copies):
@@ -499,11 +499,11 @@ def test_weights_go_to_all_copies_at_once(monkeypatch):
 # ------------------------------------------------------------------------------ devices and layout
 
 def test_devices():
-    """One name twice is two places; one that is not there is named, not the whole list."""
-    assert devices("cpu,cpu") == devices(" cpu , cpu ") == [torch.device("cpu")] * 2
+    """One name twice is two devices; one that is not there is named, not the whole list."""
+    assert find_devices("cpu,cpu") == find_devices(" cpu , cpu ") == [torch.device("cpu")] * 2
     for names in ("nowhere:3", "cpu,nowhere:3", "nowhere:3,cpu"):
         with pytest.raises(ValueError, match="no device nowhere:3: "):
-            devices(names)
+            find_devices(names)
 
 
 @pytest.mark.parametrize("which", ["train_devices", "rollout_devices"])
@@ -542,7 +542,7 @@ def test_layout_places_every_parameter_once(architecture, tied):
 def test_place_moves_what_the_layout_says():
     """Here `meta` stands for a second device: layers, norm and head go there, the rest stays, and
     each stage has its own rotary embedding on its device."""
-    model = place(attach(small_model(num_hidden_layers=4).train()), ["cpu", "meta"])
+    model = cut_into_stages(attach(small_model(num_hidden_layers=4).train()), ["cpu", "meta"])
     for name, p in model.named_parameters():
         late = re.match(r"model\.layers\.[23]\.|model\.norm|lm_head", name)
         assert p.device.type == ("meta" if late else "cpu"), name
@@ -557,7 +557,7 @@ def test_place_shares_the_parameters(tied, tmp_path):
     model = attach(small_model(num_hidden_layers=4, tie_word_embeddings=tied).train())
     before, names, state = parameters(model), list(model.state_dict()), model.state_dict()
     for count in (3, 1, 4):
-        place(model, ["cpu"] * count)
+        cut_into_stages(model, ["cpu"] * count)
         assert len(stages(model)) == count
     copied = frozen_copy(model)
     for whole in (model, copied):
@@ -593,7 +593,7 @@ def test_load_in_stages(folders, tied, hooked, monkeypatch):
         return model, report
     whole, _ = load(str(folders[tied]))
     monkeypatch.setattr(model_module.AutoModelForCausalLM, "from_pretrained", with_hooks)
-    loaded, _ = load(str(folders[tied]), devices("cpu,cpu,cpu"))
+    loaded, _ = load(str(folders[tied]), find_devices("cpu,cpu,cpu"))
     assert bool(brought) == hooked and len(stages(loaded)) == 3 and len(stages(whole)) == 1
     assert not [m for m in loaded.modules() if hasattr(m, "_hf_hook") or hasattr(m, "_old_forward")]
     assert_equal(loaded.state_dict(), whole.state_dict())
@@ -603,7 +603,7 @@ def test_load_in_stages(folders, tied, hooked, monkeypatch):
     assert torch.equal(token_logprobs(loaded, packed), expected)
     nudged(loaded)
     assert torch.equal(token_logprobs(copied, packed), expected)
-    assert torch.equal(token_logprobs(place(copied, ["cpu"]), packed), expected)
+    assert torch.equal(token_logprobs(cut_into_stages(copied, ["cpu"]), packed), expected)
 
 
 # ------------------------------------------------------------------------------------------ plans
@@ -815,7 +815,7 @@ def test_a_plan_needs_a_folder_or_hub_id(capfd, tmp_path, command_line):
 
 def test_a_run_that_cannot_fit_reads_no_weights(seven, tmp_path, monkeypatch, nothing_loaded):
     """On accelerators the plan comes before minutes of loading; memory is that of the device."""
-    monkeypatch.setattr(periodic_async, "devices", lambda names: [SimpleNamespace(type="npu")])
+    monkeypatch.setattr(periodic_async, "find_devices", lambda names: [SimpleNamespace(type="npu")])
     with pytest.raises(UserError, match=r"npu:0 would hold \d+\.\d GiB of 64"):
         train(wanted(seven, "npu:0", "npu:0", out=str(tmp_path)))
     assert gib("npu:0") == 64 and gib("cpu") > 0.5
