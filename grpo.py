@@ -1,4 +1,4 @@
-"""The task and the mathematics of GRPO: problems, rewards, advantages, loss. Pure functions.
+"""The mathematics of GRPO and its task: advantages, loss; problems, rewards. Pure functions.
 
 Where this departs from the textbook:
 1. Advantages belong to a *group*, the K responses to one prompt, never to a batch.
@@ -8,11 +8,8 @@ Where this departs from the textbook:
 3. Numbers are compared as exact fractions. Nothing in an answer is ever evaluated.
 4. A response whose reward is missing (NaN) leaves its group's mean and deviation.
 
-    file or arithmetic -> Problem -> (Generator) -> Response -> math_reward -> Group
-    Group -> group_advantages -> grpo_loss -> (Trainer)
-
-Dimension letters, here and in the other files: P prompts a period, K samples a prompt, N responses
-in a micro-batch, T packed tokens, A response tokens, V vocabulary.
+    file -> read_problems -> Problem -> (Generator) -> Response -> math_reward -> Group
+    Group -> group_advantages, token_weights -> grpo_loss -> (Trainer)
 """
 import json
 import math
@@ -33,7 +30,6 @@ except ImportError:
     math_verify = None
 
 LOSSES = ("grpo", "dr_grpo", "dapo")
-CLOSING = "Reason step by step, then write the final answer after ####."
 
 
 @dataclass(frozen=True)
@@ -62,6 +58,96 @@ class Group:
     responses: tuple[Response, ...]
     rewards: tuple[float, ...]
     version: int
+
+
+def group_advantages(rewards: Sequence[float], *, scale: bool = True,
+                     epsilon: float = 1e-4) -> Tensor:
+    """Advantages (K,) of one group: (r - mean) / (std + epsilon), with the sample standard
+    deviation (n - 1) and TRL's epsilon; verl's is 1e-6. `scale=False` does not divide (Dr. GRPO).
+    Equal rewards give exact zeros, found by comparing them: eight rewards of 0.35 have a standard
+    deviation of 3e-8 in float32, which a test for zero lets through. A NaN, a reward that is
+    missing, stays one and is left out of mean and deviation."""
+    r = torch.tensor(rewards, dtype=torch.float64)
+    scored = r[~r.isnan()]
+    if scored.unique().numel() < 2:
+        return (r * 0).float()
+    centred = r - scored.mean()
+    return (centred / (scored.std() + epsilon) if scale else centred).float()
+
+
+def token_weights(lengths: Tensor, keep: Tensor, kind: str, responses: int,
+                  max_length: int) -> Tensor:
+    """The weight (N,) in the loss of a period that every token of a response of `lengths` has.
+    `grpo` (arXiv 2402.03300): mean over a response's tokens, then over the P*K = `responses`.
+    `dr_grpo` (arXiv 2503.20783): the divisor of every response is `max_length`, so that long wrong
+    answers are not punished less a token. `dapo` (arXiv 2503.14476): mean over all tokens of the
+    period; their number is unknown until the last group is in, so the weight is 1 and the gradient
+    is scaled before the step. Responses that `keep` (N,) masks weigh 0 and still count in P*K."""
+    if kind not in LOSSES:  # bnpo's divisor, the tokens of a micro-batch, depends on the split
+        raise ValueError(f"no loss named {kind!r}; there are {', '.join(LOSSES)}")
+    if kind == "grpo":
+        weights = 1.0 / (lengths * responses)
+    elif kind == "dr_grpo":
+        weights = torch.full_like(lengths, 1.0 / (responses * max_length), dtype=torch.float32)
+    else:
+        weights = torch.ones_like(lengths)
+    return weights.float() * keep
+
+
+def grpo_loss(logprobs: Tensor, old: Tensor, reference: Tensor | None,
+              advantages: Tensor, weights: Tensor, *, clip_low: float = 0.2,
+              clip_high: float = 0.2, beta: float = 0.0) -> tuple[Tensor, dict]:
+    """The clipped surrogate of a micro-batch plus beta times the KL to the reference, and metrics.
+
+    All arguments are (A,), one entry a response token; `weights` from `token_weights`. Per token
+
+        -min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage) + beta * k3,
+        ratio = exp(logprobs - old),  k3 = exp(d) - d - 1 with d = reference - logprobs,
+
+    and the loss is the weighted sum: the losses of a period's micro-batches add up to the period's.
+    In the first pass `old` is `logprobs` itself, detached. The ratio is then exactly 1, but its
+    gradient is that of `logprobs`: the surrogate's *value* is minus the mean advantage, about 0,
+    whatever is learnt. Metrics are sums and counts (tensors): only those can be added up."""
+    ratio = (logprobs - old).exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    per_token = -torch.minimum(ratio * advantages, clipped * advantages)
+    kept = weights > 0
+    with torch.no_grad():
+        sums = {"clip_low_tokens": ((ratio < 1 - clip_low) & (advantages < 0) & kept).sum(),
+                "clip_high_tokens": ((ratio > 1 + clip_high) & (advantages > 0) & kept).sum(),
+                "kept_tokens": kept.sum()}
+    if reference is not None:
+        d = reference - logprobs
+        k3 = d.exp() - d - 1  # never negative, and unbiased for tokens sampled from the policy
+        per_token = per_token + beta * k3
+        sums["kl_sum"] = (k3.detach() * kept).sum()
+    loss = (per_token * weights).sum()
+    sums["loss"] = loss.detach()
+    return loss, sums
+
+
+def mean_scored(rewards: Sequence[float]) -> float:
+    """The mean of the rewards that are not missing; NaN where all are."""
+    scored = [reward for reward in rewards if not math.isnan(reward)]
+    return sum(scored) / len(scored) if scored else math.nan
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What the groups of a period say about the policy that sampled them."""
+    responses = [r for g in groups for r in g.responses]
+    lengths = [len(r.ids) for r in responses]
+    rewards = [x for g in groups for x in g.rewards]
+    return {"reward": mean_scored(rewards), "unscored": sum(map(math.isnan, rewards)),
+            "equal_reward_share": sum(not group_advantages(g.rewards).nan_to_num().any()
+                                      for g in groups) / len(groups),
+            "finished_share": sum(r.finished for r in responses) / len(responses),
+            "tokens": sum(lengths), "response_tokens_mean": sum(lengths) / len(lengths),
+            "response_tokens_min": min(lengths), "response_tokens_max": max(lengths)}
+
+
+# ---- The method ends here. Below: problems, and how an answer is compared with the gold one. ----
+
+CLOSING = "Reason step by step, then write the final answer after ####."
 
 
 def arithmetic(seed: int, index: int) -> tuple[str, str]:
@@ -294,84 +380,3 @@ def math_reward(response: str, gold: str) -> float:
     # Without time limits of its own, which work in a main thread only.
     parsed = (math_verify.parse(f"${x}$", parsing_timeout=None) for x in (gold, answer))
     return float(math_verify.verify(*parsed, timeout_seconds=None))
-
-
-def group_advantages(rewards: Sequence[float], *, scale: bool = True,
-                     epsilon: float = 1e-4) -> Tensor:
-    """Advantages (K,) of one group: (r - mean) / (std + epsilon), with the sample standard
-    deviation (n - 1) and TRL's epsilon; verl's is 1e-6. `scale=False` does not divide (Dr. GRPO).
-    Equal rewards give exact zeros, found by comparing them: eight rewards of 0.35 have a standard
-    deviation of 3e-8 in float32, which a test for zero lets through. A NaN, a reward that is
-    missing, stays one and is left out of mean and deviation."""
-    r = torch.tensor(rewards, dtype=torch.float64)
-    scored = r[~r.isnan()]
-    if scored.unique().numel() < 2:
-        return (r * 0).float()
-    centred = r - scored.mean()
-    return (centred / (scored.std() + epsilon) if scale else centred).float()
-
-
-def token_weights(lengths: Tensor, keep: Tensor, kind: str, responses: int,
-                  max_length: int) -> Tensor:
-    """The weight (N,) in the loss of a period that every token of a response of `lengths` has.
-    `grpo` (arXiv 2402.03300): mean over a response's tokens, then over the P*K = `responses`.
-    `dr_grpo` (arXiv 2503.20783): the divisor of every response is `max_length`, so that long wrong
-    answers are not punished less a token. `dapo` (arXiv 2503.14476): mean over all tokens of the
-    period; their number is unknown until the last group is in, so the weight is 1 and the gradient
-    is scaled before the step. Responses that `keep` (N,) masks weigh 0 and still count in P*K."""
-    if kind not in LOSSES:  # bnpo's divisor, the tokens of a micro-batch, depends on the split
-        raise ValueError(f"no loss named {kind!r}; there are {', '.join(LOSSES)}")
-    weights = {"grpo": 1.0 / (lengths * responses), "dapo": torch.ones_like(lengths),
-               "dr_grpo": torch.full_like(lengths, 1.0 / (responses * max_length), dtype=float)}
-    return weights[kind].float() * keep
-
-
-def grpo_loss(logprobs: Tensor, old: Tensor, reference: Tensor | None,
-              advantages: Tensor, weights: Tensor, *, clip_low: float = 0.2,
-              clip_high: float = 0.2, beta: float = 0.0) -> tuple[Tensor, dict]:
-    """The clipped surrogate of a micro-batch plus beta times the KL to the reference, and metrics.
-
-    All arguments are (A,), one entry a response token; `weights` from `token_weights`. Per token
-
-        -min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage) + beta * k3,
-        ratio = exp(logprobs - old),  k3 = exp(d) - d - 1 with d = reference - logprobs,
-
-    and the loss is the weighted sum: the losses of a period's micro-batches add up to the period's.
-    In the first pass `old` is `logprobs` itself, detached. The ratio is then exactly 1, but its
-    gradient is that of `logprobs`: the surrogate's *value* is minus the mean advantage, about 0,
-    whatever is learnt. Metrics are sums and counts (tensors): only those can be added up."""
-    ratio = (logprobs - old).exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    per_token = -torch.minimum(ratio * advantages, clipped * advantages)
-    kept = weights > 0
-    with torch.no_grad():
-        sums = {"clip_low_tokens": ((ratio < 1 - clip_low) & (advantages < 0) & kept).sum(),
-                "clip_high_tokens": ((ratio > 1 + clip_high) & (advantages > 0) & kept).sum(),
-                "kept_tokens": kept.sum()}
-    if reference is not None:
-        d = reference - logprobs
-        k3 = d.exp() - d - 1  # never negative, and unbiased for tokens sampled from the policy
-        per_token = per_token + beta * k3
-        sums["kl_sum"] = (k3.detach() * kept).sum()
-    loss = (per_token * weights).sum()
-    sums["loss"] = loss.detach()
-    return loss, sums
-
-
-def mean_scored(rewards: Sequence[float]) -> float:
-    """The mean of the rewards that are not missing; NaN where all are."""
-    scored = [reward for reward in rewards if not math.isnan(reward)]
-    return sum(scored) / len(scored) if scored else math.nan
-
-
-def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What the groups of a period say about the policy that sampled them."""
-    responses = [r for g in groups for r in g.responses]
-    lengths = [len(r.ids) for r in responses]
-    rewards = [x for g in groups for x in g.rewards]
-    return {"reward": mean_scored(rewards), "unscored": sum(map(math.isnan, rewards)),
-            "equal_reward_share": sum(not group_advantages(g.rewards).nan_to_num().any()
-                                      for g in groups) / len(groups),
-            "finished_share": sum(r.finished for r in responses) / len(responses),
-            "tokens": sum(lengths), "response_tokens_mean": sum(lengths) / len(lengths),
-            "response_tokens_min": min(lengths), "response_tokens_max": max(lengths)}
