@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from huggingface_hub import hf_hub_download
 from torch import Tensor
 
 try:
@@ -156,22 +157,37 @@ def arithmetic(seed: int, index: int) -> tuple[str, str]:
     return f"{a}+{b}=", str(a + b)
 
 
-def read_problems(path: str | Path) -> list[tuple[str, str]]:
+def read_problems(source: str | Path) -> list[tuple[str, str]]:
     """Questions and gold answers of a JSONL file or of a JSON array of objects: GSM8K, DeepScaleR,
-    AIME, MATH-500 and the like. The question stands in `question`, `problem` or `prompt`, the gold
-    answer in `answer`, after the last `####` if there is one; capital letters do not matter.
-    Raises OSError, and ValueError that names file and line."""
+    AIME, MATH-500 and the like; a path, or hub:OWNER/NAME/FILE. The question stands in `question`,
+    `problem` or `prompt`, the gold answer in `answer`, after the last `####` if there is one;
+    capital letters do not matter. Raises OSError, and ValueError that names file and line."""
+    path = fetch(str(source))
     try:
         text = Path(path).read_text(encoding="utf-8-sig")  # a BOM would make the first line invalid
         array = text.lstrip().startswith("[")
         lines = [json.dumps(x) for x in json.loads(text)] if array else text.split("\n")
-    except ValueError as error:  # UnicodeDecodeError is one, too
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too
         raise ValueError(f"{path} is neither UTF-8 text nor a JSON array: {error}") from None
     rows = [_row(f"{path}, {'entry' if array else 'line'} {number}", line)
             for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise ValueError(f"{path} holds no problems")
     return rows
+
+
+def fetch(path: str) -> str:
+    """The path itself, or that of hub:OWNER/NAME/FILE, a file of a data set, which is downloaded
+    once and kept. Raises ValueError that says what to do without a network."""
+    if not path.startswith("hub:"):
+        return path
+    try:
+        owner, name, file = path.removeprefix("hub:").split("/", 2)
+        return hf_hub_download(f"{owner}/{name}", file, repo_type="dataset")
+    except (OSError, ValueError) as error:
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"cannot fetch {path}, to be hub:OWNER/NAME/FILE: without a network, "
+                         f"download it and give its path ({cause})") from None
 
 
 def _row(where, line):

@@ -26,7 +26,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate.hooks import remove_hook_from_submodules
-from huggingface_hub import hf_hub_download
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import pad
@@ -163,19 +162,6 @@ def load(name: str, device="cpu", dtype: torch.dtype = torch.float32, *, seed: i
         raise ValueError(f"the model {name} has no weights for {', '.join(absent[:3])}")
     remove_hook_from_submodules(model)  # they would copy the logits back to the first device
     return place(attach(model.train()), places), tokenizer
-
-
-def fetch(path: str) -> str:
-    """The path itself, or that of hub:OWNER/NAME/FILE, a file of a data set, which is downloaded
-    once and kept. Raises ValueError that says what to do without a network."""
-    if not path.startswith("hub:"):
-        return path
-    try:
-        owner, name, file = path.removeprefix("hub:").split("/", 2)
-        return hf_hub_download(f"{owner}/{name}", file, repo_type="dataset")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot fetch {path}, to be hub:OWNER/NAME/FILE: without a network, "
-                         f"download it and give its path ({_first_line(error)})") from None
 
 
 def _first_line(error):
