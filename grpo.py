@@ -193,20 +193,22 @@ def fetch(path: str) -> str:
 def _row(where, line):
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where} is not a JSON object")
     record = {name.lower(): value for name, value in record.items()}
     question = next((record[k] for k in ("question", "problem", "prompt") if record.get(k)), None)
     answer = record.get("answer")
-    if isinstance(answer, float):
+    if isinstance(answer, float) and math.isfinite(answer):  # JSON as Python reads it has Infinity
         answer = np.format_float_positional(answer, trim="-")  # 0.00005, not 5e-05
     if isinstance(answer, (str, int)) and not isinstance(answer, bool):
         answer = str(answer).rpartition("####")[2].strip()
     for name, value in (("question, problem or prompt", question), ("answer", answer)):
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{where}: no text under {name}")
+        if re.search("[\ud800-\udfff]", value):  # half a pair, which no tokenizer takes
+            raise ValueError(f"{where}: {name} holds a lone surrogate, which is no character")
     return question, answer
 
 

@@ -74,6 +74,7 @@ def test_a_number_stays_as_it_is_written(tmp_path, text):
                                                      "answer": 42}, ("q", "42")),
     ({"problem": "q", "answer": 0}, ("q", "0")),
     ({"problem": "q", "answer": 2.5}, ("q", "2.5")),
+    ({"question": "\U0001f600", "answer": "7"}, ("\U0001f600", "7")),
     ({"question": "one\u2028two\u0085three", "answer": "7"}, ("one\u2028two\u0085three", "7")),
 ])
 def test_shapes_of_records(tmp_path, record, row):
@@ -99,6 +100,11 @@ GOOD = '{"question": "q", "answer": "1"}'
     (f'{GOOD}\n{{"question": "q", "answer": "reasoning ####"}}', "line 2.*answer"),
     (f'{GOOD}\n{{"text": "q", "answer": "1"}}', "line 2.*question"),
     (f'{GOOD}\n{{"question": "", "answer": "1"}}', "line 2.*question"),
+    *[(f'{GOOD}\n{{"question": "q", "answer": {number}}}', "line 2.*answer")
+      for number in ("Infinity", "-Infinity", "NaN", "1e999")],
+    (f'{GOOD}\n{{"question": "a\\ud83d", "answer": "1"}}', "line 2.*question.*surrogate"),
+    (f'[{GOOD}, {{"question": "q", "answer": "\\ude00"}}]', "entry 2.*answer.*surrogate"),
+    (f"{GOOD}\n{'[' * 100_000}", "line 2.*recursion"), ("[" * 100_000, "recursion"),
     (f"[{GOOD}, 7]", "entry 2"),
     (f'[{GOOD}, {{"question": "q"}}]', "entry 2.*answer"),
     (f"[{GOOD}", "JSON"),
@@ -108,7 +114,8 @@ GOOD = '{"question": "q", "answer": "1"}'
     ("[]", "no problems"),
 ])
 def test_errors_name_the_file_and_the_line(tmp_path, text, where):
-    """A26, A18: a bad line or an empty file is an error that says where."""
+    """A26, A18, C21: a bad line or an empty file is an error that says where; so are numbers and
+    text that no other program reads, and brackets deeper than Python's stack."""
     with pytest.raises(ValueError, match=rf"problems\.jsonl.*{where}"):
         read_problems(write(tmp_path, text))
 
