@@ -105,11 +105,12 @@ def grpo_loss(logprobs: Tensor, old: Tensor, reference: Tensor | None,
         -min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage) + beta * k3,
         ratio = exp(logprobs - old),  k3 = exp(d) - d - 1 with d = reference - logprobs,
 
-    and the loss is the weighted sum: the losses of a period's micro-batches add up to the period's.
+    both logarithms limited to +-20, as in verl: exp(100) is inf, and inf * 0 of a masked token NaN.
+    The loss is the weighted sum: the losses of a period's micro-batches add up to the period's.
     In the first pass `old` is `logprobs` itself, detached. The ratio is then exactly 1, but its
     gradient is that of `logprobs`: the surrogate's *value* is minus the mean advantage, about 0,
     whatever is learnt. Metrics are sums and counts (tensors): only those can be added up."""
-    ratio = (logprobs - old).exp()
+    ratio = (logprobs - old).clamp(-20, 20).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     per_token = -torch.minimum(ratio * advantages, clipped * advantages)
     kept = weights > 0
@@ -118,8 +119,10 @@ def grpo_loss(logprobs: Tensor, old: Tensor, reference: Tensor | None,
                 "clip_high_tokens": ((ratio > 1 + clip_high) & (advantages > 0) & kept).sum(),
                 "kept_tokens": kept.sum()}
     if reference is not None:
-        d = reference - logprobs
-        k3 = d.exp() - d - 1  # never negative, and unbiased for tokens sampled from the policy
+        d = (reference - logprobs).clamp(-20, 20)
+        # Never negative, and unbiased for tokens sampled from the policy. Not exp(d) - d - 1: in
+        # float32 that is -6e-8 at d = 1e-6.
+        k3 = d.expm1() - d
         per_token = per_token + beta * k3
         sums["kl_sum"] = (k3.detach() * kept).sum()
     loss = (per_token * weights).sum()

@@ -611,6 +611,37 @@ def test_k3():
         assert (sums["kl_sum"] > 0) if d else (sums["kl_sum"] == 0)
 
 
+@pytest.mark.parametrize("d, expected", [(1e-6, 5.0e-13), (-1e-6, 5.0e-13), (3e-4, 4.5e-8),
+                                         (0.1, 0.0051709), (100.0, math.exp(20) - 21),
+                                         (-100.0, 19.0)])
+def test_k3_near_and_far(d, expected):
+    """C09: in float32 exp(d) - d - 1 is negative or 0 where d is small, and inf where it is 100."""
+    logprobs = torch.zeros(1, requires_grad=True)
+    loss, sums = grpo_loss(logprobs, torch.zeros(1), torch.tensor([d]), torch.zeros(1),
+                           torch.ones(1), beta=1.0)
+    loss.backward()
+    assert sums["kl_sum"].item() == pytest.approx(expected, rel=0.1)
+    slope = 0.0 if abs(d) > 20 else -math.expm1(d)  # beyond the limit nothing pulls
+    assert logprobs.grad.item() == pytest.approx(slope, rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0, math.inf, -math.inf])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_far_log_ratios_are_finite(log_ratio, advantage, weight):
+    """C09: a token whose log-prob moved by 100 in an inner step; a masked one is exactly 0."""
+    logprobs = torch.zeros(2, requires_grad=True)
+    far = torch.tensor([-log_ratio, 0.0])
+    loss, sums = grpo_loss(logprobs, far, far, torch.tensor([advantage, 1.0]),
+                           torch.tensor([weight, 1.0]), beta=0.1)
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad.isfinite().all()
+    assert all(value.isfinite() for value in sums.values())
+    assert logprobs.grad[1].item() == -1.0  # the neighbour's, undisturbed
+    if not weight:
+        assert loss.item() == -1.0 and logprobs.grad[0].item() == 0.0
+
+
 def period_gradient(kind, split, lengths, advantages, features):
     """The gradient (D,) of one period, trained in micro-batches of `split` responses each.
 
