@@ -156,7 +156,8 @@ CLOSING = "Reason step by step, then write the final answer after ####."
 
 def arithmetic(seed: int, index: int) -> tuple[str, str]:
     """Question and answer number `index` of the endless arithmetic task: `3+8=` and `11`."""
-    a, b = np.random.Generator(np.random.Philox(key=[seed, index])).integers(0, 10, 2)
+    stream = np.random.Philox(key=[seed, index], counter=[0, 2, 0, 0])  # 2: see `draw_problems`
+    a, b = np.random.Generator(stream).integers(0, 10, 2)
     return f"{a}+{b}=", str(a + b)
 
 
@@ -231,12 +232,17 @@ def encode_prompt(tokenizer, question: str) -> tuple[int, ...]:
 
 def draw_problems(rows: Sequence[Problem], seed: int, start: int, count: int) -> list[Problem]:
     """Problems start .. start + count - 1 of the endless stream: shuffled epochs of `rows`, end to
-    end, each with a key of its own. A pure function, so a resumed run needs no state."""
+    end, each with a key of its own. A pure function, so a resumed run needs no state.
+
+    The run's streams of random numbers never meet: word 1 of the counter is 0 where tokens are
+    sampled, 1 here, 2 in `arithmetic`, 3 where the built-in model is made. (Not word 0, which a
+    stream counts up: two that start at different places of it are one stream.)"""
     size = len(rows)
+    streams = [(epoch, np.random.Philox(key=[seed, epoch], counter=[0, 1, 0, 0]))
+               for epoch in range(start // size, (start + count) // size + 1)]
     # A key names its row, key % size, and is unique although epochs repeat the rows.
-    keys = np.concatenate([
-        epoch * size + np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(size)
-        for epoch in range(start // size, (start + count) // size + 1)])
+    keys = np.concatenate([epoch * size + np.random.Generator(stream).permutation(size)
+                           for epoch, stream in streams])
     return [replace(rows[key % size], key=key) for key in keys[start % size:][:count].tolist()]
 
 

@@ -209,7 +209,7 @@ def _tiny(seed):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = place(attach(LlamaForCausalLM(config).train()), ["cpu"])
-    rng = np.random.Generator(np.random.Philox(key=seed))
+    rng = np.random.Generator(np.random.Philox(key=seed, counter=[0, 3, 0, 0]))
     prompts = {(a, b): tokenizer(f"{a}+{b}=").input_ids for a in range(10) for b in range(10)}
     answers = [tokenizer(f"{n}<eos>").input_ids for n in range(19)]
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)

@@ -1,8 +1,12 @@
 """Tests of grpo.py: data, rewards, advantages, loss. A01..A27 are the known faults they pin."""
+import asyncio
+import itertools
 import json
 import math
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer
@@ -11,6 +15,7 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+import model
 from grpo import (
     LOSSES,
     Group,
@@ -26,6 +31,7 @@ from grpo import (
     read_problems,
     token_weights,
 )
+from periodic_async import Generator
 
 MINUS = "\u2212"  # the typographic minus sign, not the hyphen
 MAX_LENGTH = 8  # the constant length of dr_grpo in these tests
@@ -194,6 +200,38 @@ def test_one_row_is_a_data_set():
     """A07: one prompt with four a period does not hang; the prompt repeats, its key does not."""
     drawn = draw_problems(ROWS[:1], 0, 0, 4)
     assert [p.answer for p in drawn] == ["0"] * 4 and len({p.key for p in drawn}) == 4
+
+
+def test_no_two_streams_of_random_numbers_coincide(monkeypatch):
+    """C10: the epochs of the data, sampling, the built-in sums and the built-in model, with equal
+    seed, period, epoch, index and problem: no two streams ever give the same numbers. They differ
+    in the key or in words 1 to 3 of the counter; word 0 is what a stream counts up."""
+    philox, made = np.random.Philox, []
+
+    def recorded(key, counter=(0, 0, 0, 0)):
+        made.append((source, *(int(k) for k in np.atleast_1d(key)), *(0,) * (2 - np.size(key)),
+                     *counter))
+        return philox(key=key, counter=counter)
+    monkeypatch.setattr(np.random, "Philox", recorded)
+    monkeypatch.setattr(model, "TINY_STEPS", 0)
+    for seed in (0, 1, 2):
+        source = "epochs"
+        draw_problems(ROWS[:2], seed, 0, 5)
+        source = "sums"
+        for index in range(3):
+            arithmetic(seed, index)
+        source = "built-in model"
+        model._tiny(seed)
+        source = "sampling"
+        for version, problem in itertools.product(range(3), ROWS[:3]):
+            copy = SimpleNamespace(tokens_waiting=0, limit=4, version=version, submit=lambda future,
+                                   ids, uniforms: future.set_result([]))
+            asyncio.run(Generator([copy], None, seed).generate(problem, 2))
+    assert len({stream[0] for stream in made}) == 4 and len(made) == 3 * (3 + 3 + 1 + 9 * 2)
+    assert len({(*stream[1:3], *stream[4:]) for stream in made}) == len(made)
+    numbers = [philox(key=stream[1:3], counter=stream[3:]).random_raw(50).tolist()
+               for stream in made]
+    assert len({*itertools.chain(*numbers)}) == 50 * len(made)
 
 
 # ----------------------------------------------------------------------------------- rewards
