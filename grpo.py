@@ -1,4 +1,4 @@
-"""The task and the mathematics of GRPO: problems, rewards, advantages, loss. Pure functions.
+"""The mathematics of GRPO and its task: advantages, loss; problems, rewards. Pure functions.
 
 Where this departs from the textbook:
 1. Advantages belong to a *group*, the K responses to one prompt, never to a batch.
@@ -8,11 +8,8 @@ Where this departs from the textbook:
 3. Numbers are compared as exact fractions. Nothing in an answer is ever evaluated.
 4. A response whose reward is missing (NaN) leaves its group's mean and deviation.
 
-    file or arithmetic -> Problem -> (Generator) -> Response -> math_reward -> Group
-    Group -> group_advantages -> grpo_loss -> (Trainer)
-
-Dimension letters, here and in the other files: P prompts a period, K samples a prompt, N responses
-in a micro-batch, T packed tokens, A response tokens, V vocabulary.
+    file -> read_problems -> Problem -> (Generator) -> Response -> math_reward -> Group
+    Group -> group_advantages, token_weights -> grpo_loss -> (Trainer)
 """
 import json
 import math
@@ -25,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from huggingface_hub import hf_hub_download
 from torch import Tensor
 
 try:
@@ -33,7 +31,6 @@ except ImportError:
     math_verify = None
 
 LOSSES = ("grpo", "dr_grpo", "dapo")
-CLOSING = "Reason step by step, then write the final answer after ####."
 
 
 @dataclass(frozen=True)
@@ -64,16 +61,110 @@ class Group:
     version: int
 
 
-def read_problems(path: str | Path) -> list[tuple[str, str]]:
+def group_advantages(rewards: Sequence[float], *, scale: bool = True,
+                     epsilon: float = 1e-4) -> Tensor:
+    """Advantages (K,) of one group: (r - mean) / (std + epsilon), with the sample standard
+    deviation (n - 1) and TRL's epsilon; verl's is 1e-6. `scale=False` does not divide (Dr. GRPO).
+    Equal rewards give exact zeros, found by comparing them: eight rewards of 0.35 have a standard
+    deviation of 3e-8 in float32, which a test for zero lets through. A NaN, a reward that is
+    missing, stays one and is left out of mean and deviation."""
+    r = torch.tensor(rewards, dtype=torch.float64)
+    scored = r[~r.isnan()]
+    if scored.unique().numel() < 2:
+        return (r * 0).float()
+    centred = r - scored.mean()
+    return (centred / (scored.std() + epsilon) if scale else centred).float()
+
+
+def token_weights(lengths: Tensor, keep: Tensor, kind: str, responses: int,
+                  max_length: int) -> Tensor:
+    """The weight (N,) in the loss of a period that every token of a response of `lengths` has.
+    `grpo` (arXiv 2402.03300): mean over a response's tokens, then over the P*K = `responses`.
+    `dr_grpo` (arXiv 2503.20783): the divisor of every response is `max_length`, so that long wrong
+    answers are not punished less a token. `dapo` (arXiv 2503.14476): mean over all tokens of the
+    period; their number is unknown until the last group is in, so the weight is 1 and the gradient
+    is scaled before the step. Responses that `keep` (N,) masks weigh 0 and still count in P*K."""
+    if kind not in LOSSES:  # bnpo's divisor, the tokens of a micro-batch, depends on the split
+        raise ValueError(f"no loss named {kind!r}; there are {', '.join(LOSSES)}")
+    if kind == "grpo":
+        weights = 1.0 / (lengths * responses)
+    elif kind == "dr_grpo":
+        weights = torch.full_like(lengths, 1.0 / (responses * max_length), dtype=torch.float32)
+    else:
+        weights = torch.ones_like(lengths)
+    return weights.float() * keep
+
+
+def grpo_loss(logprobs: Tensor, old: Tensor, reference: Tensor | None,
+              advantages: Tensor, weights: Tensor, *, clip_low: float = 0.2,
+              clip_high: float = 0.2, beta: float = 0.0) -> tuple[Tensor, dict]:
+    """The clipped surrogate of a micro-batch plus beta times the KL to the reference, and metrics.
+
+    All arguments are (A,), one entry a response token; `weights` from `token_weights`. Per token
+
+        -min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage) + beta * k3,
+        ratio = exp(logprobs - old),  k3 = exp(d) - d - 1 with d = reference - logprobs,
+
+    both logarithms limited to +-20, as in verl: exp(100) is inf, and inf * 0 of a masked token NaN.
+    The loss is the weighted sum: the losses of a period's micro-batches add up to the period's.
+    In the first pass `old` is `logprobs` itself, detached. The ratio is then exactly 1, but its
+    gradient is that of `logprobs`: the surrogate's *value* is minus the mean advantage, about 0,
+    whatever is learnt. Metrics are sums and counts (tensors): only those can be added up."""
+    ratio = (logprobs - old).clamp(-20, 20).exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    per_token = -torch.minimum(ratio * advantages, clipped * advantages)
+    kept = weights > 0
+    with torch.no_grad():
+        sums = {"clip_low_tokens": ((ratio < 1 - clip_low) & (advantages < 0) & kept).sum(),
+                "clip_high_tokens": ((ratio > 1 + clip_high) & (advantages > 0) & kept).sum(),
+                "kept_tokens": kept.sum()}
+    if reference is not None:
+        d = (reference - logprobs).clamp(-20, 20)
+        # Never negative, and unbiased for tokens sampled from the policy. Not exp(d) - d - 1: in
+        # float32 that is -6e-8 at d = 1e-6.
+        k3 = d.expm1() - d
+        per_token = per_token + beta * k3
+        sums["kl_sum"] = (k3.detach() * kept).sum()
+    loss = (per_token * weights).sum()
+    sums["loss"] = loss.detach()
+    return loss, sums
+
+
+def mean_scored(rewards: Sequence[float]) -> float:
+    """The mean of the rewards that are not missing; NaN where all are."""
+    scored = [reward for reward in rewards if not math.isnan(reward)]
+    return sum(scored) / len(scored) if scored else math.nan
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What the groups of a period say about the policy that sampled them."""
+    responses = [r for g in groups for r in g.responses]
+    lengths = [len(r.ids) for r in responses]
+    rewards = [x for g in groups for x in g.rewards]
+    return {"reward": mean_scored(rewards), "unscored": sum(map(math.isnan, rewards)),
+            "equal_reward_share": sum(not group_advantages(g.rewards).nan_to_num().any()
+                                      for g in groups) / len(groups),
+            "finished_share": sum(r.finished for r in responses) / len(responses),
+            "tokens": sum(lengths), "response_tokens_mean": sum(lengths) / len(lengths),
+            "response_tokens_min": min(lengths), "response_tokens_max": max(lengths)}
+
+
+# ---- The method ends here. Below: problems, and how an answer is compared with the gold one. ----
+
+CLOSING = "Reason step by step, then write the final answer after ####."
+
+
+def read_problems(source: str | Path) -> list[tuple[str, str]]:
     """Questions and gold answers of a JSONL file or of a JSON array of objects: GSM8K, DeepScaleR,
-    AIME, MATH-500 and the like. The question stands in `question`, `problem` or `prompt`, the gold
-    answer in `answer`, after the last `####` if there is one; capital letters do not matter.
-    Raises OSError, and ValueError that names file and line."""
+    AIME, MATH-500 and the like; a path, or hub:OWNER/NAME/FILE. The question stands in `question`,
+    `problem` or `prompt`, the gold answer in `answer`, after the last `####` if there is one;
+    capital letters do not matter. Raises OSError, and ValueError that names file and line."""
+    path = fetch(str(source))
     try:
         text = Path(path).read_text(encoding="utf-8-sig")  # a BOM would make the first line invalid
         array = text.lstrip().startswith("[")
         lines = [json.dumps(x) for x in json.loads(text)] if array else text.split("\n")
-    except ValueError as error:  # UnicodeDecodeError is one, too
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too
         raise ValueError(f"{path} is neither UTF-8 text nor a JSON array: {error}") from None
     rows = [_row(f"{path}, {'entry' if array else 'line'} {number}", line)
             for number, line in enumerate(lines, 1) if line.strip()]
@@ -82,23 +173,39 @@ def read_problems(path: str | Path) -> list[tuple[str, str]]:
     return rows
 
 
+def fetch(path: str) -> str:
+    """The path itself, or that of hub:OWNER/NAME/FILE, a file of a data set, which is downloaded
+    once and kept. Raises ValueError that says what to do without a network."""
+    if not path.startswith("hub:"):
+        return path
+    try:
+        owner, name, file = path.removeprefix("hub:").split("/", 2)
+        return hf_hub_download(f"{owner}/{name}", file, repo_type="dataset")
+    except (OSError, ValueError) as error:
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"cannot fetch {path}, to be hub:OWNER/NAME/FILE: without a network, "
+                         f"download it and give its path ({cause})") from None
+
+
 def _row(where, line):
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where} is not a JSON object")
     record = {name.lower(): value for name, value in record.items()}
     question = next((record[k] for k in ("question", "problem", "prompt") if record.get(k)), None)
     answer = record.get("answer")
-    if isinstance(answer, float):
+    if isinstance(answer, float) and math.isfinite(answer):  # JSON as Python reads it has Infinity
         answer = np.format_float_positional(answer, trim="-")  # 0.00005, not 5e-05
     if isinstance(answer, (str, int)) and not isinstance(answer, bool):
         answer = str(answer).rpartition("####")[2].strip()
     for name, value in (("question, problem or prompt", question), ("answer", answer)):
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{where}: no text under {name}")
+        if re.search("[\ud800-\udfff]", value):  # half a pair, which no tokenizer takes
+            raise ValueError(f"{where}: {name} holds a lone surrogate, which is no character")
     return question, answer
 
 
@@ -118,12 +225,17 @@ def encode_prompt(tokenizer, question: str) -> tuple[int, ...]:
 
 def draw_problems(rows: Sequence[Problem], seed: int, start: int, count: int) -> list[Problem]:
     """Problems start .. start + count - 1 of the endless stream: shuffled epochs of `rows`, end to
-    end, each with a key of its own. A pure function, so a resumed run needs no state."""
+    end, each with a key of its own. A pure function, so a resumed run needs no state.
+
+    The run's streams of random numbers never meet: word 1 of the counter is 0 where tokens are
+    sampled, 1 here, 2 in `arithmetic`, 3 where the built-in model is made. (Not word 0, which a
+    stream counts up: two that start at different places of it are one stream.)"""
     size = len(rows)
+    streams = [(epoch, np.random.Philox(key=[seed, epoch], counter=[0, 1, 0, 0]))
+               for epoch in range(start // size, (start + count) // size + 1)]
     # A key names its row, key % size, and is unique although epochs repeat the rows.
-    keys = np.concatenate([
-        epoch * size + np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(size)
-        for epoch in range(start // size, (start + count) // size + 1)])
+    keys = np.concatenate([epoch * size + np.random.Generator(stream).permutation(size)
+                           for epoch, stream in streams])
     return [replace(rows[key % size], key=key) for key in keys[start % size:][:count].tolist()]
 
 
@@ -288,84 +400,3 @@ def math_reward(response: str, gold: str) -> float:
     # Without time limits of its own, which work in a main thread only.
     parsed = (math_verify.parse(f"${x}$", parsing_timeout=None) for x in (gold, answer))
     return float(math_verify.verify(*parsed, timeout_seconds=None))
-
-
-def group_advantages(rewards: Sequence[float], *, scale: bool = True,
-                     epsilon: float = 1e-4) -> Tensor:
-    """Advantages (K,) of one group: (r - mean) / (std + epsilon), with the sample standard
-    deviation (n - 1) and TRL's epsilon; verl's is 1e-6. `scale=False` does not divide (Dr. GRPO).
-    Equal rewards give exact zeros, found by comparing them: eight rewards of 0.35 have a standard
-    deviation of 3e-8 in float32, which a test for zero lets through. A NaN, a reward that is
-    missing, stays one and is left out of mean and deviation."""
-    r = torch.tensor(rewards, dtype=torch.float64)
-    scored = r[~r.isnan()]
-    if scored.unique().numel() < 2:
-        return (r * 0).float()
-    centred = r - scored.mean()
-    return (centred / (scored.std() + epsilon) if scale else centred).float()
-
-
-def token_weights(lengths: Tensor, keep: Tensor, kind: str, responses: int,
-                  max_length: int) -> Tensor:
-    """The weight (N,) in the loss of a period that every token of a response of `lengths` has.
-    `grpo` (arXiv 2402.03300): mean over a response's tokens, then over the P*K = `responses`.
-    `dr_grpo` (arXiv 2503.20783): the divisor of every response is `max_length`, so that long wrong
-    answers are not punished less a token. `dapo` (arXiv 2503.14476): mean over all tokens of the
-    period; their number is unknown until the last group is in, so the weight is 1 and the gradient
-    is scaled before the step. Responses that `keep` (N,) masks weigh 0 and still count in P*K."""
-    if kind not in LOSSES:  # bnpo's divisor, the tokens of a micro-batch, depends on the split
-        raise ValueError(f"no loss named {kind!r}; there are {', '.join(LOSSES)}")
-    weights = {"grpo": 1.0 / (lengths * responses), "dapo": torch.ones_like(lengths),
-               "dr_grpo": torch.full_like(lengths, 1.0 / (responses * max_length), dtype=float)}
-    return weights[kind].float() * keep
-
-
-def grpo_loss(logprobs: Tensor, old: Tensor, reference: Tensor | None,
-              advantages: Tensor, weights: Tensor, *, clip_low: float = 0.2,
-              clip_high: float = 0.2, beta: float = 0.0) -> tuple[Tensor, dict]:
-    """The clipped surrogate of a micro-batch plus beta times the KL to the reference, and metrics.
-
-    All arguments are (A,), one entry a response token; `weights` from `token_weights`. Per token
-
-        -min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage) + beta * k3,
-        ratio = exp(logprobs - old),  k3 = exp(d) - d - 1 with d = reference - logprobs,
-
-    and the loss is the weighted sum: the losses of a period's micro-batches add up to the period's.
-    In the first pass `old` is `logprobs` itself, detached. The ratio is then exactly 1, but its
-    gradient is that of `logprobs`: the surrogate's *value* is minus the mean advantage, about 0,
-    whatever is learnt. Metrics are sums and counts (tensors): only those can be added up."""
-    ratio = (logprobs - old).exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    per_token = -torch.minimum(ratio * advantages, clipped * advantages)
-    kept = weights > 0
-    with torch.no_grad():
-        sums = {"clip_low_tokens": ((ratio < 1 - clip_low) & (advantages < 0) & kept).sum(),
-                "clip_high_tokens": ((ratio > 1 + clip_high) & (advantages > 0) & kept).sum(),
-                "kept_tokens": kept.sum()}
-    if reference is not None:
-        d = reference - logprobs
-        k3 = d.exp() - d - 1  # never negative, and unbiased for tokens sampled from the policy
-        per_token = per_token + beta * k3
-        sums["kl_sum"] = (k3.detach() * kept).sum()
-    loss = (per_token * weights).sum()
-    sums["loss"] = loss.detach()
-    return loss, sums
-
-
-def mean_scored(rewards: Sequence[float]) -> float:
-    """The mean of the rewards that are not missing; NaN where all are."""
-    scored = [reward for reward in rewards if not math.isnan(reward)]
-    return sum(scored) / len(scored) if scored else math.nan
-
-
-def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What the groups of a period say about the policy that sampled them."""
-    responses = [r for g in groups for r in g.responses]
-    lengths = [len(r.ids) for r in responses]
-    rewards = [x for g in groups for x in g.rewards]
-    return {"reward": mean_scored(rewards), "unscored": sum(map(math.isnan, rewards)),
-            "equal_reward_share": sum(not group_advantages(g.rewards).nan_to_num().any()
-                                      for g in groups) / len(groups),
-            "finished_share": sum(r.finished for r in responses) / len(responses),
-            "tokens": sum(lengths), "response_tokens_mean": sum(lengths) / len(lengths),
-            "response_tokens_min": min(lengths), "response_tokens_max": max(lengths)}

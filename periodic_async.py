@@ -49,7 +49,7 @@ from attention import ComputedTokens, Packed, attach, pack, upload
 from grpo import (CLOSING, LOSSES, Group, Problem, Response, draw_problems, encode_prompt,
                   group_advantages, group_metrics, grpo_loss, math_reward, math_verify, mean_scored,
                   read_problems, token_weights)
-from model import (InferenceCopy, TriModel, arithmetic, copy_weights, cut_into_stages, fetch,
+from model import (InferenceCopy, TriModel, arithmetic, copy_weights, cut_into_stages,
                    find_devices, frozen_copy, load, plan, stages, stop_ids)
 
 CLIP_NORM = 1.0       # global norm of a step's gradient
@@ -664,7 +664,7 @@ def read_prompts(config: Config, source: str, least: int, tokenizer) -> list[Pro
     except (OSError, ValueError) as error:
         raise ValueError("--prompt-template is neither text with {question} in it nor a file that "
                          f"holds such text: {error}") from None
-    read = (read_problems(fetch(path)) if path
+    read = (read_problems(path) if path
             else [arithmetic(config.seed, i) for i in range(1000)])
     rows = [Problem(encode_prompt(tokenizer, template.replace("{question}", question)), gold,
                     key, question) for key, (question, gold) in enumerate(read)]

@@ -1,8 +1,12 @@
 """Tests of grpo.py: data, rewards, advantages, loss. A01..A27 are the known faults they pin."""
+import asyncio
+import itertools
 import json
 import math
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer
@@ -11,6 +15,7 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+import model
 from grpo import (
     LOSSES,
     Group,
@@ -26,6 +31,7 @@ from grpo import (
     token_weights,
 )
 from model import arithmetic
+from periodic_async import Generator
 
 MINUS = "\u2212"  # the typographic minus sign, not the hyphen
 MAX_LENGTH = 8  # the constant length of dr_grpo in these tests
@@ -74,6 +80,7 @@ def test_a_number_stays_as_it_is_written(tmp_path, text):
                                                      "answer": 42}, ("q", "42")),
     ({"problem": "q", "answer": 0}, ("q", "0")),
     ({"problem": "q", "answer": 2.5}, ("q", "2.5")),
+    ({"question": "\U0001f600", "answer": "7"}, ("\U0001f600", "7")),
     ({"question": "one\u2028two\u0085three", "answer": "7"}, ("one\u2028two\u0085three", "7")),
 ])
 def test_shapes_of_records(tmp_path, record, row):
@@ -99,6 +106,11 @@ GOOD = '{"question": "q", "answer": "1"}'
     (f'{GOOD}\n{{"question": "q", "answer": "reasoning ####"}}', "line 2.*answer"),
     (f'{GOOD}\n{{"text": "q", "answer": "1"}}', "line 2.*question"),
     (f'{GOOD}\n{{"question": "", "answer": "1"}}', "line 2.*question"),
+    *[(f'{GOOD}\n{{"question": "q", "answer": {number}}}', "line 2.*answer")
+      for number in ("Infinity", "-Infinity", "NaN", "1e999")],
+    (f'{GOOD}\n{{"question": "a\\ud83d", "answer": "1"}}', "line 2.*question.*surrogate"),
+    (f'[{GOOD}, {{"question": "q", "answer": "\\ude00"}}]', "entry 2.*answer.*surrogate"),
+    (f"{GOOD}\n{'[' * 100_000}", "line 2.*recursion"), ("[" * 100_000, "recursion"),
     (f"[{GOOD}, 7]", "entry 2"),
     (f'[{GOOD}, {{"question": "q"}}]', "entry 2.*answer"),
     (f"[{GOOD}", "JSON"),
@@ -108,7 +120,8 @@ GOOD = '{"question": "q", "answer": "1"}'
     ("[]", "no problems"),
 ])
 def test_errors_name_the_file_and_the_line(tmp_path, text, where):
-    """A26, A18: a bad line or an empty file is an error that says where."""
+    """A26, A18, C21: a bad line or an empty file is an error that says where; so are numbers and
+    text that no other program reads, and brackets deeper than Python's stack."""
     with pytest.raises(ValueError, match=rf"problems\.jsonl.*{where}"):
         read_problems(write(tmp_path, text))
 
@@ -187,6 +200,38 @@ def test_one_row_is_a_data_set():
     """A07: one prompt with four a period does not hang; the prompt repeats, its key does not."""
     drawn = draw_problems(ROWS[:1], 0, 0, 4)
     assert [p.answer for p in drawn] == ["0"] * 4 and len({p.key for p in drawn}) == 4
+
+
+def test_no_two_streams_of_random_numbers_coincide(monkeypatch):
+    """C10: the epochs of the data, sampling, the built-in sums and the built-in model, with equal
+    seed, period, epoch, index and problem: no two streams ever give the same numbers. They differ
+    in the key or in words 1 to 3 of the counter; word 0 is what a stream counts up."""
+    philox, made = np.random.Philox, []
+
+    def recorded(key, counter=(0, 0, 0, 0)):
+        made.append((source, *(int(k) for k in np.atleast_1d(key)), *(0,) * (2 - np.size(key)),
+                     *counter))
+        return philox(key=key, counter=counter)
+    monkeypatch.setattr(np.random, "Philox", recorded)
+    monkeypatch.setattr(model, "TINY_STEPS", 0)
+    for seed in (0, 1, 2):
+        source = "epochs"
+        draw_problems(ROWS[:2], seed, 0, 5)
+        source = "sums"
+        for index in range(3):
+            arithmetic(seed, index)
+        source = "built-in model"
+        model._tiny(seed)
+        source = "sampling"
+        for version, problem in itertools.product(range(3), ROWS[:3]):
+            copy = SimpleNamespace(tokens_waiting=0, limit=4, version=version, submit=lambda future,
+                                   ids, uniforms: future.set_result([]))
+            asyncio.run(Generator([copy], None, seed).generate(problem, 2))
+    assert len({stream[0] for stream in made}) == 4 and len(made) == 3 * (3 + 3 + 1 + 9 * 2)
+    assert len({(*stream[1:3], *stream[4:]) for stream in made}) == len(made)
+    numbers = [philox(key=stream[1:3], counter=stream[3:]).random_raw(50).tolist()
+               for stream in made]
+    assert len({*itertools.chain(*numbers)}) == 50 * len(made)
 
 
 # ----------------------------------------------------------------------------------- rewards
@@ -602,6 +647,37 @@ def test_k3():
         _, sums = grpo_loss(torch.zeros(1), torch.zeros(1), torch.tensor([d]), torch.zeros(1),
                             torch.ones(1), beta=1.0)
         assert (sums["kl_sum"] > 0) if d else (sums["kl_sum"] == 0)
+
+
+@pytest.mark.parametrize("d, expected", [(1e-6, 5.0e-13), (-1e-6, 5.0e-13), (3e-4, 4.5e-8),
+                                         (0.1, 0.0051709), (100.0, math.exp(20) - 21),
+                                         (-100.0, 19.0)])
+def test_k3_near_and_far(d, expected):
+    """C09: in float32 exp(d) - d - 1 is negative or 0 where d is small, and inf where it is 100."""
+    logprobs = torch.zeros(1, requires_grad=True)
+    loss, sums = grpo_loss(logprobs, torch.zeros(1), torch.tensor([d]), torch.zeros(1),
+                           torch.ones(1), beta=1.0)
+    loss.backward()
+    assert sums["kl_sum"].item() == pytest.approx(expected, rel=0.1)
+    slope = 0.0 if abs(d) > 20 else -math.expm1(d)  # beyond the limit nothing pulls
+    assert logprobs.grad.item() == pytest.approx(slope, rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0, math.inf, -math.inf])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_far_log_ratios_are_finite(log_ratio, advantage, weight):
+    """C09: a token whose log-prob moved by 100 in an inner step; a masked one is exactly 0."""
+    logprobs = torch.zeros(2, requires_grad=True)
+    far = torch.tensor([-log_ratio, 0.0])
+    loss, sums = grpo_loss(logprobs, far, far, torch.tensor([advantage, 1.0]),
+                           torch.tensor([weight, 1.0]), beta=0.1)
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad.isfinite().all()
+    assert all(value.isfinite() for value in sums.values())
+    assert logprobs.grad[1].item() == -1.0  # the neighbour's, undisturbed
+    if not weight:
+        assert loss.item() == -1.0 and logprobs.grad[0].item() == 0.0
 
 
 def period_gradient(kind, split, lengths, advantages, features):

@@ -55,7 +55,8 @@ def test_readme_names_every_flag_and_metric():
     readme = source("README.md")
     for field in dataclasses.fields(Config):
         assert f"`{flag(field.name)}`" in readme, flag(field.name)
-    produced = set(re.findall(r'"([a-z_]+)":', source("grpo.py").split("def group_metrics")[1]))
+    part = source("grpo.py").split("def group_metrics")[1].split("\n# ----")[0]
+    produced = set(re.findall(r'"([a-z_]+)":', part))
     for start, stop in (("metrics = {", "self._start_period()"),
                         ('return {"seconds"', "def blocks"),
                         ('result = {"schedule"', "def train(")):

@@ -40,11 +40,11 @@ from grpo import (
     Response,
     draw_problems,
     encode_prompt,
+    fetch,
     group_advantages,
     math_reward,
     read_problems,
 )
-from model import fetch
 from periodic_async import (
     Config,
     Generator,
@@ -590,6 +590,7 @@ def test_a_cached_data_set_needs_no_network(hub_cache, tmp_path):
     """hub:OWNER/NAME/FILE is read from the cache, its folders too; any other path is a path."""
     path = fetch("hub:owner/name/dir/file.jsonl")
     assert Path(path).is_relative_to(tmp_path) and read_problems(path) == [("cached", "0")]
+    assert read_problems("hub:owner/name/dir/file.jsonl") == [("cached", "0")]
     settings = config("", "", eval_data="hub:owner/name/dir/file.jsonl")
     assert [p.question for p in read_prompts(settings, "eval_data", 1, Characters())] == ["cached"]
     assert fetch("some/file.jsonl") == "some/file.jsonl"
@@ -601,7 +602,7 @@ def test_a_data_set_out_of_reach(hub_cache, name):
     """A18: what is not in the cache and cannot be downloaded, or is no file of a data set, is one
     sentence that says what to do."""
     with pytest.raises(ValueError) as caught:
-        fetch(f"hub:{name}")
+        read_problems(f"hub:{name}")
     message = str(caught.value)
     assert f"hub:{name}" in message and "download it and give its path" in message
     assert "\n" not in message
