@@ -29,7 +29,8 @@ from accelerate.hooks import remove_hook_from_submodules
 from huggingface_hub import hf_hub_download
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad, silu
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
                           LlamaForCausalLM, PreTrainedTokenizerFast)
 
@@ -93,6 +94,8 @@ def place(model, places: Sequence):
         if number < len(places) - 1:
             stage.norm = torch.nn.Identity()
         model.stages.append((where, stage))
+    for layer in base.layers if model.config.hidden_act == "silu" else ():
+        layer.mlp.act_fn = _SiLU()
     return model
 
 
@@ -205,6 +208,48 @@ def _linears(model):
     embedding = model.get_input_embeddings().weight
     return [module for module in model.modules()
             if isinstance(module, torch.nn.Linear) and module.weight is not embedding]
+
+
+class _SiLU(torch.nn.Module):
+    """silu whose bits do not depend on the number of threads: those of torch's at one thread.
+    torch cuts a tensor into equal parts, one a thread; what of a part fills no vector is computed
+    by scalar code, whose exp rounds in another way. So the parts' ends, whose places depend on
+    how many threads there are, had other bits. Everything else that a model computes was equal."""
+
+    def forward(self, x):
+        # Other devices know no such threads. In memory that has gaps torch's vectors end with rows.
+        return _Silu.apply(x.contiguous()) if x.is_cpu else silu(x)
+
+
+class _Silu(torch.autograd.Function):
+    """Two calls of torch's own kernels: all parts of the first fill vectors, and the second is too
+    small for a second thread."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return _in_two(torch.ops.aten.silu.out, "out", x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _in_two(torch.ops.aten.silu_backward.grad_input, "grad_input", grad.contiguous(),
+                       *ctx.saved_tensors)
+
+
+def _in_two(kernel, name, *inputs):
+    """An elementwise kernel over contiguous tensors, its result named `name`. 64 elements, two
+    vectors of bfloat16 with AVX-512, are the most that one turn of a kernel's loop takes."""
+    output = torch.empty_like(inputs[0])
+    *inputs, result = (x.view(-1) for x in (*inputs, output))
+    before, first = None, len(result)
+    while first != before:  # as the kernel counts its parts: fewer elements may be fewer of them
+        parts = max(1, min(torch.get_num_threads(), -(-first // 32768)))
+        before, first = first, first - first % (64 * parts)
+    for part in slice(first), slice(first, None):
+        if len(result[part]):
+            kernel(*(x[part] for x in inputs), **{name: result[part]})
+    return output
 
 
 def _tiny(seed):

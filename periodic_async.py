@@ -65,9 +65,25 @@ USUAL_GIB = {"npu": 64.0, "cuda": 80.0}
 RELIEF = ({"recompute": True}, {"dtype": "bfloat16"}, {"micro_batch_tokens": 4096}, {"rows": 16},
           {"beta": 0.0})
 LENDING = True        # a side may use the other's CPU cores while the other has nothing to do
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 TINY = {"learning_rate": 2e-4, "max_new_tokens": 8, "micro_batch_groups": 4}
 OTHER = {"learning_rate": 1e-6, "max_new_tokens": 512, "micro_batch_groups": 1}
+
+
+def usable_cores(limits: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many cores this process may use: the fewest of its affinity, its container's CPU quota
+    (rounded up; cgroup v2 or v1, in the folder `limits`) and OMP_NUM_THREADS. No number, no limit.
+    """
+    found = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()]
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            quota, period = " ".join((limits / name).read_text() for name in names).split()
+            found.append(-(-int(quota) // int(period)))
+    with contextlib.suppress(ValueError):  # "4,2": of the outermost region, then of those inside it
+        found.append(int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0]))
+    return min(cores for cores in found if cores > 0)
+
+
+CORES = usable_cores()
 
 
 class UserError(Exception):
@@ -221,10 +237,8 @@ class Worker:
         self.shared = shared or self.own
 
     async def run(self, name: str, function: Callable, *args):
-        """Call a function in a thread; a span of the timeline under `name`. The one named `step`
-        always has all cores."""
-        # The rounding of a step's gradient norm depends on the number of threads: always the same.
-        alone = name == "step" or (LENDING and not self.timeline.working)
+        """Call a function in a thread; a span of the timeline under `name`."""
+        alone = LENDING and not self.timeline.working
         where, cores = (self.shared, CORES) if alone else (self.own, max(1, CORES // 2))
 
         def call():
