@@ -49,8 +49,8 @@ from attention import Packed, attach, pack, upload
 from grpo import (CLOSING, LOSSES, Group, Problem, Response, arithmetic, draw_problems,
                   encode_prompt, group_advantages, group_metrics, grpo_loss, math_reward,
                   math_verify, mean_scored, read_problems, token_weights)
-from model import (InferenceCopy, TriModel, copy_weights, devices, fetch, frozen_copy, load, place,
-                   plan, stages, stop_ids)
+from model import (InferenceCopy, TriModel, copy_weights, devices, exact_threads, fetch,
+                   frozen_copy, load, place, plan, stages, stop_ids)
 
 CLIP_NORM = 1.0       # global norm of a step's gradient
 WARMUP_PERIODS = 5    # until the learning rate is reached, linearly
@@ -228,11 +228,11 @@ class Timeline:
 class Worker:
     """One side's thread for torch work. While the other side has nothing to do, work goes to one
     `shared` thread on all cores: OpenMP pools with more threads than cores are slow. `relief` says
-    what to lower where memory is short."""
+    what to lower where memory is short; with more than `most` threads bits would be others."""
 
     def __init__(self, side: str, timeline: Timeline, shared: ThreadPoolExecutor | None = None,
-                 relief: str = ""):
-        self.side, self.timeline, self.relief = side, timeline, relief
+                 relief: str = "", most: int = sys.maxsize):
+        self.side, self.timeline, self.relief, self.most = side, timeline, relief, most
         self.own = thread(side)
         self.shared = shared or self.own
 
@@ -243,7 +243,7 @@ class Worker:
 
         def call():
             """In the thread: the function, its cores, and its span."""
-            torch.set_num_threads(cores)  # of this thread alone
+            torch.set_num_threads(min(cores, self.most))  # of this thread alone
             start = time.perf_counter()
             try:
                 with named_if_no_memory(name, self.relief):
@@ -725,6 +725,7 @@ def planned(config: Config) -> tuple[str, dict[str, float]]:
 
 def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNamespace:
     """The parts of a run, loaded. Raises ValueError or OSError for what the user can mend."""
+    torch.set_num_threads(CORES)  # of this thread
     train_on = devices(config.train_devices)
     if train_on[0].type != "cpu" and config.model != "tiny" and config.periods:
         planned(config)
@@ -759,10 +760,11 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
           f"{'with' if math_verify else 'without'} math-verify. The run:",
           as_flags(vars(config)))
     timeline = Timeline(out / "trace.json")
-    generate = Worker("generate", timeline, shared, f"--rows {config.rows}")
+    most = exact_threads(policy, CORES)
+    generate = Worker("generate", timeline, shared, f"--rows {config.rows}", most)
     train = Worker("train", timeline, shared,
                    f"--micro-batch-tokens {config.micro_batch_tokens} or --micro-batch-groups "
-                   f"{config.micro_batch_groups}")
+                   f"{config.micro_batch_groups}", most)
     trainer = Trainer(models, train, config)
     if config.resume:
         trainer.optimizer.load_state_dict(state.pop("optimizer"))
