@@ -19,7 +19,7 @@ import contextlib
 import copy
 import ctypes
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,8 @@ import torch
 from accelerate.hooks import remove_hook_from_submodules
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad, silu
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
                           LlamaForCausalLM, PreTrainedTokenizerFast)
 
@@ -521,7 +522,96 @@ def cut_into_stages(model, devices: Sequence):
         if number < len(devices) - 1:
             stage.norm = torch.nn.Identity()
         model.stages.append((where, stage))
+    for layer in base.layers if model.config.hidden_act == "silu" else ():
+        layer.mlp.act_fn = _SiLU()
     return model
+
+
+# ---- Threads of a CPU
+
+def usable_cores(limits: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many cores this process may use: the fewest of its affinity, its container's CPU quota
+    (rounded up; cgroup v2 or v1, in the folder `limits`) and OMP_NUM_THREADS. No number, no limit.
+    """
+    found = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()]
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            quota, period = " ".join((limits / name).read_text() for name in names).split()
+            found.append(-(-int(quota) // int(period)))
+    with contextlib.suppress(ValueError):  # "4,2": of the outermost region, then of those inside it
+        found.append(int(os.environ.get("OMP_NUM_THREADS", "").split(",")[0]))
+    return min(cores for cores in found if cores > 0)
+
+
+class _SiLU(torch.nn.Module):
+    """silu whose bits do not depend on the number of threads: those of torch's at one thread.
+    torch cuts a tensor into equal parts, one a thread; what of a part fills no vector is computed
+    by scalar code, whose exp rounds in another way. So the parts' ends, whose places depend on
+    how many threads there are, had other bits. Everything else that a model computes was equal."""
+
+    def forward(self, x):
+        # Other devices know no such threads. In memory that has gaps torch's vectors end with rows.
+        return _Silu.apply(x.contiguous()) if x.is_cpu else silu(x)
+
+
+class _Silu(torch.autograd.Function):
+    """Two calls of torch's own kernels: all parts of the first fill vectors, and the second is too
+    small for a second thread."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return _in_two(torch.ops.aten.silu.out, "out", x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _in_two(torch.ops.aten.silu_backward.grad_input, "grad_input", grad.contiguous(),
+                       *ctx.saved_tensors)
+
+
+def _in_two(kernel, name, *inputs):
+    """An elementwise kernel over contiguous tensors, its result named `name`. 64 elements, two
+    vectors of bfloat16 with AVX-512, are the most that one turn of a kernel's loop takes."""
+    output = torch.empty_like(inputs[0])
+    *inputs, result = (x.view(-1) for x in (*inputs, output))
+    before, first = None, len(result)
+    while first != before:  # as the kernel counts its parts: fewer elements may be fewer of them
+        parts = max(1, min(torch.get_num_threads(), -(-first // 32768)))
+        before, first = first, first - first % (64 * parts)
+    for part in slice(first), slice(first, None):
+        if len(result[part]):
+            kernel(*(x[part] for x in inputs), **{name: result[part]})
+    return output
+
+
+@torch.no_grad()
+def exact_threads(model, most: int) -> int:
+    """The largest number of threads, `most` at most, with which products of this model have the
+    bits of one thread on this CPU. Where results have too few columns for all threads MKL cuts
+    them in another way, even if asked to be strict: with 6 threads and 64 columns on an AMD EPYC.
+    Tried with the fewest rows of a pass and the narrowest of the matrices: wider ones come later.
+    """
+    wide, narrow = (f(n for layer in _linears(model) for n in layer.weight.shape)
+                    for f in (max, min))
+    x, y, w = (torch.randn(shape, generator=torch.Generator().manual_seed(0))
+               for shape in ((8, wide), (8, narrow), (narrow, wide)))
+    before, exact = torch.get_num_threads(), None
+    for threads in range(1, most + 1):
+        torch.set_num_threads(threads)
+        found = torch.cat([(x @ w.T).flatten(), (y @ w).flatten(), (y.T @ x).flatten(),
+                           (y @ w[:, :narrow]).flatten(), (y.T @ y).flatten()])
+        exact = found if exact is None else exact
+        if not torch.equal(found, exact):
+            threads -= 1
+            break
+    torch.set_num_threads(before)
+    return threads
+
+
+# ---- The built-in task and its model
+
+TINY = {"learning_rate": 2e-4, "max_new_tokens": 8, "micro_batch_groups": 4}  # its defaults
 
 
 def arithmetic(seed: int, index: int) -> tuple[str, str]:
@@ -564,42 +654,108 @@ def _tiny(seed):
     return model, tokenizer
 
 
-def plan(stages: int, copies: int, *, model: str, dtype: str, beta: float, recompute: bool,
-         rows: int, max_prompt_tokens: int, max_new_tokens: int, micro_batch_tokens: int,
-         **_) -> list[dict]:
-    """What each stage of the trainer, then each inference copy, will hold: `layers`, and GiB by
-    part. No weights are read. Activations are an estimate: 1F1B keeps a micro-batch a stage that
-    follows, each with its layers' inputs, and with all they save unless they are recomputed."""
+# ---- The plan: memory of a run, without reading weights
+
+# GiB of a device that is not here.
+USUAL_GIB = {"npu": 64.0, "cuda": 80.0}
+
+
+def layer_bytes(config, tokens: int, queries: int, keys: int, dtype: torch.dtype) -> int:
+    """What one layer saves for its backward pass of a micro-batch of T `tokens`, with so many
+    places of queries and of keys in attention (`Packed`). As transformers 5.24 computes it."""
+    half = dtype.itemsize
+    size = config.head_dim or config.hidden_size // config.num_attention_heads
+    query, key = (size * heads for heads in (config.num_attention_heads,
+                                             config.num_key_value_heads))
+    # Of each norm what goes in and is normalised, in float32; what comes out once in float32, or
+    # in a bfloat16 copy for each of the five matrices that take it. Of the MLP gate, its silu, up,
+    # and their product. Of attention what the last matrix takes; queries, output, a float of the
+    # softmax; keys and values.
+    norms = config.hidden_size * (16 + (8 if half == 4 else 5 * half))
+    if config.model_type == "qwen3":  # two more, of queries and keys
+        norms += (query + key) * (4 + half)
+    return (tokens * (norms + half * (4 * config.intermediate_size + query))
+            + queries * (2 * half * query + 4 * config.num_attention_heads)
+            + keys * 2 * half * key)
+
+
+def memory_plan(*, model: str, dtype: str, beta: float, recompute: bool, rows: int, samples: int,
+                max_prompt_tokens: int, max_new_tokens: int, micro_batch_tokens: int,
+                micro_batch_groups: int, train_devices: str, rollout_devices: str,
+                **_) -> tuple[str, dict[str, float], str]:
+    """Of every stage of the trainer and every inference copy what it will hold, in GiB: a table,
+    the sum of each device, and a sentence where one has too little ("" where none has). Raises
+    ValueError for a model that has no config to read."""
+    train = _device_names(train_devices or str(find_devices("")[0]))
+    rollout = _device_names(rollout_devices) if rollout_devices else train[:1]
     try:
-        config, gib = AutoConfig.from_pretrained(model), 2**30
+        config = AutoConfig.from_pretrained(model)
     except Exception as error:  # as in `load`
         raise ValueError(f"no plan for the model {model}: {_first_line(error)}") from None
     refuse(config)
+    dtype, gib = getattr(torch, dtype), 2**30
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    copied, half = frozen_copy(model, getattr(torch, dtype)), getattr(torch, dtype).itemsize
-    where, edges = layout(config, range(stages)), stage_edges(config.num_hidden_layers, stages)
+        policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    copied, layers = frozen_copy(policy, dtype), config.num_hidden_layers
+    where, edges = layout(config, range(len(train))), stage_edges(layers, len(train))
+    config.head_dim = policy.base_model.layers[0].self_attn.head_dim
 
-    def weights(model, stage):  # a tied one counts once, as the embedding
+    def weights(model, stage, only=None):
+        """Bytes of a stage's; a tied one counts once, as the embedding."""
         return sum(p.nbytes for name, p in model.named_parameters() for module, its in where.items()
-                   if name.startswith(f"{module}.") and its == stage) / gib
-    hidden, heads = config.hidden_size, config.num_key_value_heads
-    size = model.base_model.layers[0].self_attn.head_dim
-    # Of a layer: norms and residuals in float32; queries, keys, values, the MLP's in `half`.
-    saved = 32 * hidden + half * (4 * config.num_attention_heads * size + 4 * heads * size
-                                  + 4 * config.intermediate_size)
-    held = []
-    for stage in range(stages):
-        own = weights(model, stage)
-        layers = (stages - stage) * (edges[stage + 1] - edges[stage])  # of all micro-batches kept
-        kept = layers * 4 * hidden + saved if recompute else layers * saved
-        held.append({"layers": f"{edges[stage]}-{edges[stage + 1] - 1}",
-                     "parameters": own, "gradients": own, "Adam": 2 * own,
-                     "reference": weights(copied, stage) if beta else 0.0,
-                     "activations": micro_batch_tokens * kept / gib,
-                     "head": 12 * HEAD_CHUNK / gib if stage == stages - 1 else 0.0})
-    slots = 2 * config.num_hidden_layers * heads * size * half * rows * (
+                   if name.startswith(f"{module}.") and its == stage
+                   and (only is None or p.dtype == only))
+    # A micro-batch of as many tokens as there may be. Its keys: its own, and for each response its
+    # prompt's.
+    keys = micro_batch_tokens + micro_batch_groups * samples * max_prompt_tokens
+    saved = layer_bytes(config, micro_batch_tokens, micro_batch_tokens, keys, dtype)
+    inputs = 4 * config.hidden_size * micro_batch_tokens
+    # A ladder of classes of lengths, each half as wide and as high as the second next.
+    masks = 2 * dtype.itemsize * max_new_tokens * (max_prompt_tokens + max_new_tokens)
+    parts = []
+    for stage, device in enumerate(train):
+        own = weights(policy, stage)
+        flights = len(train) - stage  # 1F1B keeps a micro-batch for each stage that follows, too
+        kept = flights * (edges[stage + 1] - edges[stage])
+        activations = kept * inputs + saved if recompute else kept * saved
+        last = stage == len(train) - 1
+        parts.append((f"{device} train", f"{edges[stage]}-{edges[stage + 1] - 1}", {
+            "parameters": own, "gradients": own, "Adam": 2 * own,
+            "reference": weights(copied, stage) if beta else 0,
+            "bfloat16 weights": weights(copied, stage, torch.bfloat16),
+            "activations": activations + flights * masks,
+            "head": 12 * HEAD_CHUNK + 3 * inputs if last else 0}))
+    slots = 2 * layers * config.num_key_value_heads * config.head_dim * dtype.itemsize * rows * (
         max_prompt_tokens + max_new_tokens)
-    whole = sum(p.nbytes for p in copied.parameters()) / gib
-    return held + [{"layers": f"0-{edges[-1] - 1}", "weights (also the old policy's)": whole,
-                    "slots": slots / gib} for _ in range(copies)]
+    for device in rollout:
+        whole = sum(p.nbytes for p in copied.parameters())
+        parts.append((f"{device} generate", f"0-{layers - 1}", {"weights": whole, "slots": slots}))
+    totals, lines = defaultdict(float), []
+    for role, its_layers, held in parts:
+        totals[role.split()[0]] += sum(held.values()) / gib
+        lines.append(f"{role:15} layers {its_layers:6} "
+                     + "  ".join(f"{name} {x / gib:.1f}" for name, x in held.items()))
+    return "\n".join(lines), dict(totals), _too_much(totals)
+
+
+def _device_names(listed: str) -> list[str]:
+    """npu is npu:0."""
+    return [name if ":" in name or name == "cpu" else f"{name}:0"
+            for name in listed.replace(" ", "").split(",")]
+
+
+def _too_much(totals: dict[str, float]) -> str:
+    over = []
+    for name, total in totals.items():
+        if name.startswith("cpu"):
+            there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        else:
+            try:
+                there = torch.accelerator.get_memory_info(name)[1] / 2**30
+            except (RuntimeError, ValueError, AssertionError):  # none such here
+                there = USUAL_GIB.get(name.split(":")[0], 64.0)
+        if total > there:
+            over.append(f"{name} would hold {total:.1f} GiB of {there:.0f}")
+    helps = ("--recompute, --dtype bfloat16, lower --micro-batch-tokens or --rows, --beta 0, or "
+             "more devices would help")
+    return f"{'; '.join(over)}: {helps}" if over else ""

@@ -3,18 +3,36 @@
     pip install -r requirements.txt && python periodic_async.py     # learns to add on a laptop
     python periodic_async.py --model DIR --data train.jsonl         # a real model, real problems
 
-The weights θ move only between periods. Inside one, P coroutines generate on a frozen copy of θ_t
-while the trainer accumulates gradients at θ_t from the groups that are complete. Every token is
-on-policy, as in synchronous training, and both schedules give the same weights bit for bit.
-
 The paper (arXiv 2511.18871) has a cluster and inference servers. Here are one process and one event
-loop; generation and training each own a thread for the torch work. On an accelerator each inference
-copy has a stream beside the trainer's, the default ones.
-Who waits for what:
-     produce     takes a problem; waits for `Generator.generate`; queues the scoring of its group
-     Generator   prefills and decodes while any request waits; the end of a group wakes `produce`
-     run_period  gives scored groups to `Trainer.consume` in the order in which their generation
-                 ended; after P groups calls `Trainer.step`, the one optimizer step of the period
+loop; generation and training each own a thread for the torch work.
+  period     the paper's iteration: P prompts, K responses to each, one optimizer step
+  group      the K responses to one prompt, with their rewards
+  version    the number of periods trained: θ_t are the weights of version t
+  on-policy  every token that is trained on at θ_t was sampled from θ_t: `Trainer.consume` checks it
+Weights move only where a period ends, in `run_period`'s last two lines. Who waits for what:
+  produce     takes a problem; waits for `Generator.generate`; queues the scoring of its group
+  Generator   prefills and decodes while any request waits; the end of a group wakes `produce`
+  run_period  gives scored groups to `Trainer.consume` in the order in which their generation ended;
+              after P groups waits for the optimizer step, then for the weight copy
+Dimension letters, in all four files: P prompts a period, K samples a prompt, N responses in a
+micro-batch, T packed tokens, A response tokens, V vocabulary, D hidden size.
+
+What makes both schedules equal, bit for bit on a CPU with any number of cores, and its test:
+ 1. a token is decided by a random stream of (seed, version, problem, sample) and its place in it:
+    `Generator.generate`; test_samples_do_not_depend_on_rows_or_order
+ 2. a decode step depends on the requests alone, all in before the first: `Generator._steps`,
+    `InferenceCopy`; test_async_is_sync_bit_for_bit
+ 3. what is queued is the scoring, in the order in which generation ended: `run_period`;
+    test_a_slow_reward_does_not_reorder_groups
+ 4. a micro-batch is a number of groups, split by tokens, never "what is waiting":
+    `Trainer.consume`, `Trainer._fitting`; test_micro_batches_fill_the_token_limit
+ 5. every divisor is known before the period, or applied to the sum: `token_weights`;
+    test_proposition_2_arrival_order_does_not_change_the_gradient
+ 6. gradients that meet are added in a fixed order: `token_logprobs`; tests/test_threads.py
+ 7. no operation depends on the number of threads: sizes in multiples of 8, MKL_CBWR, `_SiLU`,
+    `exact_threads`; tests/test_threads.py
+ 8. the old policy is the policy itself: `TriModel`; test_old_is_the_policy_until_the_first_step
+ 9. weights move when nothing is in flight: `copy_weights`; test_an_update_is_refused_whole
 """
 import argparse
 import asyncio
@@ -38,7 +56,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,27 +65,451 @@ from tqdm import tqdm
 
 from attention import ComputedTokens, Packed, attach, pack, upload
 from grpo import (CLOSING, LOSSES, Group, Problem, Response, draw_problems, encode_prompt,
-                  group_advantages, group_metrics, grpo_loss, math_reward, math_verify, mean_scored,
+                  group_advantages, group_metrics, grpo_loss, math_reward, mean_scored,
                   read_problems, token_weights)
-from model import (InferenceCopy, TriModel, arithmetic, copy_weights, cut_into_stages,
-                   find_devices, frozen_copy, load, plan, stages, stop_ids)
+from model import (TINY, InferenceCopy, TriModel, arithmetic, copy_weights, cut_into_stages,
+                   exact_threads, find_devices, frozen_copy, load, memory_plan, stages, stop_ids,
+                   usable_cores)
 
 CLIP_NORM = 1.0       # global norm of a step's gradient
 WARMUP_PERIODS = 5    # until the learning rate is reached, linearly
-RUNS = f"runs/%Y-%m-%d_%H-%M-%S_{os.getpid()}"  # two may start within a second
 BAD_STEPS = 3         # steps in a row without a finite gradient that end the run
-EVAL_KEYS = 2**62     # keys of evaluated problems start here, above all that are trained on
+CORES = usable_cores()
+LENDING = True        # a side may use the other's CPU cores while the other has nothing to do
+
+
+async def run_period(generator, trainer, problems: Sequence[Problem], samples: int,
+                     score: Callable, overlap: bool) -> tuple[list[Group], dict[str, float]]:
+    """One period: generate, score and train `samples` responses to every problem; one optimizer
+    step; the new weights to the generator. `score(problem, responses)` is a coroutine that returns
+    rewards. Returns the groups in the order trained, and the step's metrics. Whatever raises ends
+    the period at once. The generator may be any object with `version`, `generate` and `update` as
+    `Generator` has them."""
+    queue = asyncio.Queue()
+    groups = []
+
+    async def produce(problem):
+        """Queue the scoring, not the scored group: a slow reward must not change the order."""
+        version = generator.version
+        responses = await generator.generate(problem, samples)
+        if len(responses) != samples:
+            raise RuntimeError(f"{samples} responses were asked for, {len(responses)} came")
+        queue.put_nowait(producers.create_task(finish(problem, responses, version)))
+
+    async def finish(problem, responses, version):
+        rewards = await score(problem, responses)
+        return Group(problem, tuple(responses), tuple(rewards), version)
+
+    async with asyncio.TaskGroup() as producers:
+        tasks = [producers.create_task(produce(problem)) for problem in problems]
+        if not overlap:
+            await asyncio.gather(*tasks)      # the synchronous schedule is this line
+        for _ in problems:
+            scoring = await queue.get()
+            groups.append(await scoring)
+            await trainer.consume(groups[-1])
+    metrics = await trainer.step()
+    await generator.update(trainer.models.policy, trainer.version)
+    return groups, metrics
+
+
+class Generator:
+    """Rollouts on inference copies. `async with` it: its loop runs inside. A step that fails fails
+    every waiting request with the original error, and all later ones."""
+
+    def __init__(self, copies: Sequence[InferenceCopy], worker: "Worker", seed: int):
+        self.copies, self.worker, self.seed = list(copies), worker, seed
+        self.temperature = self.copies[0].temperature
+        self._futures = {}  # of the calls in flight: future -> its responses so far
+        self._submitted = asyncio.Event()
+        self._updating = False
+        self._error: BaseException | None = None
+
+    @property
+    def version(self) -> int:
+        return self.copies[0].version
+
+    async def __aenter__(self):
+        # A task group that lives as long as the generator.
+        self._tasks = await asyncio.TaskGroup().__aenter__()
+        self._stepping = self._tasks.create_task(self._steps())
+        return self
+
+    async def __aexit__(self, *error):
+        self._fail(RuntimeError("the generator was closed"))
+        self._stepping.cancel()
+        await self._tasks.__aexit__(*error)
+
+    async def generate(self, problem: Problem, samples: int, *,
+                       temperature: float | None = None) -> list[Response]:
+        """`samples` responses to a problem; tokens depend on the weights and on (seed, version,
+        problem.key, sample) alone. `temperature`, 0 for the likeliest tokens, is the run's unless
+        given, and one for all requests in flight. Raises ValueError for a prompt too long for the
+        slots, RuntimeError while weights are copied."""
+        if self._error is not None:
+            raise self._error
+        if self._updating:
+            raise RuntimeError("a request arrived while weights were copied")
+        temperature = self.temperature if temperature is None else temperature
+        if not all(copy.idle or copy.temperature == temperature for copy in self.copies):
+            raise RuntimeError("requests of two temperatures at once")
+        copy = min(self.copies, key=lambda c: c.tokens_waiting)
+        copy.temperature = temperature
+        # All random numbers of a response at once: a token depends on who it is, not on when it is
+        # sampled.
+        uniforms = np.empty((samples, copy.max_new_tokens), dtype=np.float32)
+        for sample, own in enumerate(uniforms):
+            stream = np.random.Philox(key=[self.seed, self.version],
+                                      counter=[0, 0, problem.key, sample])
+            np.random.Generator(stream).random(dtype=np.float32, out=own)
+        future = asyncio.get_running_loop().create_future()
+        copy.submit(future, problem.prompt_ids, uniforms)
+        self._futures[future] = [None] * samples
+        self._submitted.set()
+        return await future
+
+    async def update(self, policy, version: int) -> None:
+        """Make every copy θ_version. Raises RuntimeError while a request is in flight."""
+        if not all(copy.idle for copy in self.copies):  # all or none: they never differ
+            raise RuntimeError("weights were copied while requests were in flight")
+        self._updating = True
+        try:
+            await self.worker.run("copy", self._copy_to_all, policy, version)
+        finally:
+            self._updating = False
+
+    def _copy_to_all(self, policy, version: int) -> None:
+        """In the worker's thread: all copies at once, on streams of their own, so that none waits
+        for another. The step ran on another stream, and generation will run on a third: the host
+        waits for all devices before and after."""
+        used = [where for where, _ in stages(policy)] + [copy.device for copy in self.copies]
+        used = [where for where in dict.fromkeys(used) if where.type != "cpu"]
+        for where in used:
+            torch.accelerator.synchronize(where)
+        for copy in self.copies:
+            with contextlib.ExitStack() as streams:
+                for where in used:
+                    streams.enter_context(torch.Stream(where))
+                copy_weights(policy, copy, version)
+        for where in used:
+            torch.accelerator.synchronize(where)
+
+    async def _steps(self):
+        """Waits for a request, then prefills and decodes until none is left. A period's requests
+        are all in before its first step, for their tasks were started before this one could wake:
+        so no step depends on how long the one before took."""
+        try:
+            while True:
+                await self._submitted.wait()
+                self._submitted.clear()
+                while busy := [copy for copy in self.copies if not copy.idle]:
+                    name = "prefill" if any(copy.admits for copy in busy) else "decode"
+                    self._deliver(await self.worker.run(name, self._advance, busy))
+        except Exception as error:
+            self._fail(error)
+
+    def _advance(self, busy: list[InferenceCopy]) -> list[tuple]:
+        """In the worker's thread: a prefill or a token a row on every copy that has work, launched
+        on all before the first is waited for. Returns the responses that ended."""
+        for copy in busy:
+            copy.launch()
+        ended = []
+        for copy in busy:
+            ended += copy.finish()
+        return ended
+
+    def _deliver(self, ended: list[tuple]) -> None:
+        for future, sample, ids, logprobs, finished in ended:
+            responses = self._futures[future]
+            responses[sample] = Response(tuple(ids), tuple(logprobs), finished)
+            if None not in responses:
+                del self._futures[future]
+                if not future.done():  # its caller may have been cancelled
+                    future.set_result(responses)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        for future in self._futures:
+            if not future.done():
+                future.set_exception(error)
+
+
+class Sample(NamedTuple):
+    """A response on its way into a micro-batch."""
+    group: Group
+    response: Response
+    advantage: float
+    keep: bool  # False: masked, it counts in P * K and has no gradient
+
+
+@dataclass
+class MicroBatch:
+    """Samples as one packed row, with what the loss needs of each response token, (A,)."""
+    packed: Packed
+    advantages: Tensor
+    token_weights: Tensor
+    sampled: Tensor                # log-probs recorded in generation
+    old: Tensor | None = None      # of the first pass, for the inner steps after it
+    reference: Tensor | None = None
+
+
+class Trainer:
+    """Accumulates the gradient of a period; `step` applies it. A micro-batch is a fixed number of
+    groups in the order they come, never what happens to wait: every rounding is that of `sync`.
+
+    Over several stages passes are launched as 1F1B, one forward, one backward: after the forward
+    pass of a micro-batch every micro-batch in flight goes back by one stage, the newest first.
+        stage 0:  F0 F1 F2 B0 F3 B1 F4 B2 ..
+        stage 1:  F0 F1 B0 F2 B1 F3 B2 ..      F2: the forward pass of micro-batch 2
+        stage 2:  F0 B0 F1 B1 F2 B2 ..         one stage: F0 B0 F1 B1 ..
+    """
+
+    def __init__(self, models: TriModel, worker: "Worker", config: "Config"):
+        self.models, self.worker, self.config = models, worker, config
+        self.version = 0    # periods trained
+        self.bad_steps = 0  # steps in a row whose gradient was not finite
+        # Micro-batches in flight, each a list of (output, what the next stage took in) of the
+        # stages whose backward passes are still to come; the last stage puts out the loss.
+        self.flights: list[list[tuple[Tensor, Tensor | None]]] = []
+        self.parameters = list(models.policy.parameters())
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate,
+                                           weight_decay=0.0, fused=True)
+        # Gradients exist from the start and are zeroed, not freed: new memory is dear, and a period
+        # without any gradient is a step with one of zero.
+        if config.periods:
+            for p in self.parameters:
+                p.grad = torch.zeros_like(p)
+        # Backward adds the embedding's rows to its gradient, not a dense tensor of that size.
+        models.policy.get_input_embeddings().sparse = models.device.type == "cpu"
+        self._start_period()
+
+    def _start_period(self) -> None:
+        self.groups = []          # not yet in a micro-batch
+        self.batches = []         # trained, kept for inner steps
+        self.sums = {}            # of the metrics
+        self.skipped = 0          # groups without a pass
+        self.unmasked_tokens = 0  # of all groups, skipped ones too
+
+    async def consume(self, group: Group) -> None:
+        """Take a group; train the micro-batch it completes. Launches work, reads nothing back.
+        Raises RuntimeError for a group sampled under any other version than the one trained."""
+        if group.version != self.version:
+            raise RuntimeError(f"off-policy: a group of version {group.version} reached a trainer "
+                               f"at version {self.version}")
+        self.groups.append(group)
+        if len(self.groups) == self.config.micro_batch_groups:
+            await self._train_waiting()
+
+    async def step(self) -> dict[str, float]:
+        """The optimizer step (steps, with inner steps) of a period; returns its metrics."""
+        await self._train_waiting()
+        return await self.worker.run("step", self._end_period)
+
+    async def _train_waiting(self) -> None:
+        groups, self.groups = self.groups, []
+        await self.worker.run("train", self._train, groups)
+
+    # All that follows runs in the worker's thread.
+
+    def _train(self, groups: list[Group]) -> None:
+        config, samples = self.config, []
+        for group in groups:
+            advantages = group_advantages(group.rewards, scale=config.loss != "dr_grpo")
+            advantages = advantages.nan_to_num(0.0).tolist()
+            own = []
+            for response, reward, advantage in zip(group.responses, group.rewards, advantages):
+                cut_off = config.mask_truncated and not response.finished
+                keep = not (cut_off or math.isnan(reward))
+                own.append(Sample(group, response, advantage, keep))
+                if keep:
+                    self.unmasked_tokens += len(response.ids)
+            # Equal rewards give advantages of zero: without a KL term the group has no gradient.
+            if config.beta or any(advantages):
+                samples += own
+            else:
+                self.skipped += 1
+        while samples:
+            fitting = self._fitting(samples)
+            batch, samples = self._micro_batch(samples[:fitting]), samples[fitting:]
+            self._forward_backward(batch)
+            if config.inner_steps > 1:
+                self.batches.append(batch)
+
+    def _fitting(self, samples: list[Sample]) -> int:
+        """How many fit into --micro-batch-tokens as attention computes them, 1 at least. Any split
+        is exact: the loss is a sum over responses."""
+        tokens, before = ComputedTokens(), None
+        for number, (group, response, *_) in enumerate(samples):
+            prompt = len(group.problem.prompt_ids)
+            if group is not before or self.config.attention == "repeat":
+                tokens.add(0, prompt)
+            tokens.add(prompt, len(response.ids))
+            if number and tokens.total() > self.config.micro_batch_tokens:
+                return number
+            before = group
+        return len(samples)
+
+    def _micro_batch(self, samples: list[Sample]) -> MicroBatch:
+        config, prompts, responses, sampled = self.config, [], [], []
+        for group, own in itertools.groupby(samples, lambda sample: sample.group):
+            prompts.append(group.problem.prompt_ids)
+            responses.append([sample.response.ids for sample in own])
+        packed = pack(prompts, responses, share=config.attention != "repeat", multiple=8)
+        for sample in samples:
+            sampled += sample.response.logprobs
+        advantages = torch.tensor([sample.advantage for sample in samples])
+        keep = torch.tensor([sample.keep for sample in samples])
+        weights = token_weights(packed.lengths, keep, config.loss,
+                                config.prompts * config.samples, config.max_new_tokens)
+        # (N,), of a response, -> (A,), of its tokens
+        advantages, weights = advantages[packed.response_of], weights[packed.response_of]
+        return MicroBatch(packed, *(upload(x, self.models.device)
+                                    for x in (advantages, weights, torch.tensor(sampled))))
+
+    def _forward_backward(self, batch: MicroBatch) -> None:
+        first, entropy, cuts = batch.old is None, {}, []
+        if first:
+            policy, batch.old, batch.reference = self.models.logprobs(batch.packed, entropy, cuts)
+        else:
+            policy = self.models.score(self.models.policy, batch.packed, cuts=cuts)
+        loss, sums = grpo_loss(policy, batch.old, batch.reference, batch.advantages,
+                               batch.token_weights, clip_low=self.config.clip_low,
+                               clip_high=self.config.clip_high, beta=self.config.beta)
+        self.flights.append([*cuts, (loss, None)])
+        self._back_by_one_stage()
+        if first:
+            gap = (policy.detach() - batch.sampled).abs()
+            sums |= {"gap_sum": gap.sum(), "first_tokens": gap.numel(), **entropy}
+            self.sums["gap_max"] = torch.maximum(gap.max(), self.sums.get("gap_max", gap[0]))
+        for name, value in sums.items():
+            self.sums[name] = self.sums.get(name, 0) + value
+
+    def _back_by_one_stage(self) -> None:
+        """Streams are in order: a whole backward pass at once would leave the devices idle."""
+        for flight in reversed(self.flights):
+            output, taken = flight.pop()
+            if taken is None:
+                output.backward()
+            else:
+                output.backward(taken.grad.to(output.device, non_blocking=True))
+        self.flights = [flight for flight in self.flights if flight]
+
+    def _end_period(self) -> dict[str, float]:
+        passes, norm = 0, 0.0
+        while passes < self.config.inner_steps:
+            if passes:
+                for batch in self.batches:
+                    self._forward_backward(batch)
+            while self.flights:
+                self._back_by_one_stage()
+            norm = self._optimizer_step()
+            passes += 1
+            if self.bad_steps:
+                break  # the weights did not move: the next pass would be the same
+        self.version += 1
+        metrics = self._metrics(passes, norm)
+        self._start_period()
+        return metrics
+
+    def _optimizer_step(self) -> float:
+        """Scale (`dapo`), clip, step. A gradient that is not finite changes nothing but the count
+        of such steps in a row: clipping would make every weight NaN. Returns the norm."""
+        if self._loss_scale() != 1:
+            for p in self.parameters:
+                p.grad.mul_(self._loss_scale())
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM))
+        self.bad_steps = 0 if math.isfinite(norm) else self.bad_steps + 1
+        if self.bad_steps == BAD_STEPS:
+            raise FloatingPointError(f"the gradient was not finite in {BAD_STEPS} steps in a row; "
+                                     "a lower --learning-rate may help")
+        warm = min(1.0, (self.version + 1) / WARMUP_PERIODS)
+        self.optimizer.param_groups[0]["lr"] = self.config.learning_rate * warm
+        if not self.bad_steps:
+            self.optimizer.step()
+        torch.clear_autocast_cache()  # of casts of the weights before the step, see `thread`
+        self.optimizer.zero_grad(set_to_none=False)
+        return norm
+
+    def _loss_scale(self) -> float:
+        """What is known only when the period is complete: dapo's number of tokens."""
+        return 1 / max(self.unmasked_tokens, 1) if self.config.loss == "dapo" else 1.0
+
+    def _metrics(self, passes: int, norm: float) -> dict[str, float]:
+        """Of a period. The one place where the trainer reads values back from the device."""
+        sums = defaultdict(float)
+        for name, value in self.sums.items():
+            sums[name] = float(value)
+        tokens, first_tokens = max(sums["kept_tokens"], 1), max(sums["first_tokens"], 1)
+        return {
+            "loss": sums["loss"] * self._loss_scale() / passes, "kl": sums["kl_sum"] / tokens,
+            "clip_low_share": sums["clip_low_tokens"] / tokens,
+            "clip_high_share": sums["clip_high_tokens"] / tokens,
+            "entropy": sums["entropy_sum"] / first_tokens, "logp_gap_max": sums["gap_max"],
+            "logp_gap_mean": sums["gap_sum"] / first_tokens, "gradient_norm": norm,
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "skipped_groups": self.skipped, "bad_steps": self.bad_steps}
+
+
+class Worker:
+    """One side's thread for torch work. While the other side has nothing to do, work goes to one
+    `shared` thread on all cores: OpenMP pools with more threads than cores are slow. `working`
+    holds the sides at work now, and is one set for both. `relief` says what to lower where memory
+    is short; with more than `most` threads bits would be others."""
+
+    def __init__(self, side: str, timeline: "Timeline", shared: ThreadPoolExecutor | None = None,
+                 working: set[str] | None = None, relief: str = "", most: int = sys.maxsize):
+        self.side, self.timeline, self.relief, self.most = side, timeline, relief, most
+        self.working = set() if working is None else working
+        self.own = thread(side)
+        self.shared = shared or self.own
+
+    async def run(self, name: str, function: Callable, *args):
+        """Call a function in a thread; a span of the timeline under `name`."""
+        if LENDING and not self.working:
+            where, cores = self.shared, CORES
+        else:
+            where, cores = self.own, max(1, CORES // 2)
+
+        def call():
+            """In the thread: the function, its cores, and its span."""
+            torch.set_num_threads(min(cores, self.most))  # of this thread alone
+            start = time.perf_counter()
+            try:
+                with named_if_no_memory(name, self.relief):
+                    return function(*args)
+            finally:
+                self.timeline.add(self.side, name, start, time.perf_counter())
+        self.working.add(self.side)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(where, call)
+        finally:
+            self.working.discard(self.side)
+
+
+def thread(name: str) -> ThreadPoolExecutor:
+    """One thread for torch work."""
+    def begin():
+        """In the thread, before its first work."""
+        # Sets up torch's pool now: done later, that would undo `set_num_threads` in other threads.
+        torch.get_num_threads()
+        # The bfloat16 casts of weights are kept for all passes of a step. Autocast's cache is one
+        # for the process, and leaving an outermost autocast in any thread empties it: no thread of
+        # a run ever has an outermost one, and `Trainer` empties the cache after each step.
+        torch.autocast_increment_nesting()
+    return ThreadPoolExecutor(1, name, initializer=begin)
+
+
+# ---- The method ends here. What follows makes it a program: flags; the timeline; reading and
+# scoring; a run from set-up to summary; checkpoints; the command.
+
+# ---- Flags
+
+RUNS = f"runs/%Y-%m-%d_%H-%M-%S_{os.getpid()}"  # two may start within a second
+# Defaults of any other model than the built-in one, which has its own, `TINY`.
+LARGE = {"learning_rate": 1e-6, "max_new_tokens": 512, "micro_batch_groups": 1}
 # Flags that a resumed run may change: the tokens and weights of its periods stay the same.
 HARMLESS = {"schedule", "periods", "recompute", "eval_data", "eval_every", "eval_samples",
             "eval_limit", "plan", "out", "save_every", "keep", "resume"}
-# GiB of a device that is not here, for --plan; and what may be changed where a plan does not fit.
-USUAL_GIB = {"npu": 64.0, "cuda": 80.0}
-RELIEF = ({"recompute": True}, {"dtype": "bfloat16"}, {"micro_batch_tokens": 4096}, {"rows": 16},
-          {"beta": 0.0})
-LENDING = True        # a side may use the other's CPU cores while the other has nothing to do
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-TINY = {"learning_rate": 2e-4, "max_new_tokens": 8, "micro_batch_groups": 4}
-OTHER = {"learning_rate": 1e-6, "max_new_tokens": 512, "micro_batch_groups": 1}
 
 
 class UserError(Exception):
@@ -80,9 +522,13 @@ def flag(name: str) -> str:
 
 def as_flags(settings: dict) -> str:
     """As the command line takes them."""
-    return " ".join(flag(name if value else f"no_{name}") if isinstance(value, bool)
-                    else f"{flag(name)} {shlex.quote(str(value))}"
-                    for name, value in settings.items())
+    words = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            words.append(flag(name if value else f"no_{name}"))
+        else:
+            words.append(f"{flag(name)} {shlex.quote(str(value))}")
+    return " ".join(words)
 
 
 def _default(value, help, choices=None, least=1):
@@ -127,8 +573,8 @@ class Config:
     eval_samples: int = _default(1, "answers a problem: 1 greedy, more at --temperature, mean")
     eval_limit: int = _default(0, "the first problems alone; 0: all", least=0)
     # the machine
-    attention: str = _default("shared", "a prompt: once a group; so too, by mask; once a response",
-                              ("shared", "dense", "repeat"))
+    attention: str = _default("shared", "shared: a prompt once a group; dense: the same by a T x T "
+                              "mask; repeat: a copy a response", ("shared", "dense", "repeat"))
     dtype: str = _default("float32", "bfloat16: autocast", ("float32", "bfloat16"))
     train_devices: str = _default("", "npu:0,npu:1: a stage of the layers on each; empty: an "
                                       "accelerator, or cpu")
@@ -143,7 +589,7 @@ class Config:
 
     def checked(self) -> "Config":
         """With model-dependent defaults filled in. Raises ValueError naming the flag at fault."""
-        defaults = (TINY if self.model == "tiny" else OTHER) | {"out": time.strftime(RUNS)}
+        defaults = (TINY if self.model == "tiny" else LARGE) | {"out": time.strftime(RUNS)}
         config = replace(self, **{name: value for name, value in defaults.items()
                                   if getattr(self, name) in (None, "")})
         for f in fields(config):
@@ -162,6 +608,8 @@ class Config:
         return config
 
 
+# ---- The timeline
+
 class Timeline:
     """Who worked when in a period: spans (side, name, start, end) of `perf_counter`. Written as a
     trace for chrome://tracing and Perfetto: an array, whose last bracket is optional."""
@@ -169,13 +617,15 @@ class Timeline:
     def __init__(self, trace: Path):
         self.start, self.end = 0.0, 0.0
         self.spans: list[tuple[str, str, float, float]] = []
-        self.working: set[str] = set()  # the sides at work now
         self.file = open(trace, "w")
         print("[", file=self.file)
 
     def open(self) -> None:
         """Begin a period."""
         self.start, self.spans = time.perf_counter(), []
+
+    def add(self, side: str, name: str, start: float, end: float) -> None:
+        self.spans.append((side, name, start, end))
 
     def busy(self, side: str, start: float, end: float) -> float:
         """The share of the time from start to end in which a side worked."""
@@ -210,40 +660,6 @@ class Timeline:
         return "\n".join(lines)
 
 
-class Worker:
-    """One side's thread for torch work. While the other side has nothing to do, work goes to one
-    `shared` thread on all cores: OpenMP pools with more threads than cores are slow. `relief` says
-    what to lower where memory is short."""
-
-    def __init__(self, side: str, timeline: Timeline, shared: ThreadPoolExecutor | None = None,
-                 relief: str = ""):
-        self.side, self.timeline, self.relief = side, timeline, relief
-        self.own = thread(side)
-        self.shared = shared or self.own
-
-    async def run(self, name: str, function: Callable, *args):
-        """Call a function in a thread; a span of the timeline under `name`. The one named `step`
-        always has all cores."""
-        # The rounding of a step's gradient norm depends on the number of threads: always the same.
-        alone = name == "step" or (LENDING and not self.timeline.working)
-        where, cores = (self.shared, CORES) if alone else (self.own, max(1, CORES // 2))
-
-        def call():
-            """In the thread: the function, its cores, and its span."""
-            torch.set_num_threads(cores)  # of this thread alone
-            start = time.perf_counter()
-            try:
-                with named_if_no_memory(name, self.relief):
-                    return function(*args)
-            finally:
-                self.timeline.spans.append((self.side, name, start, time.perf_counter()))
-        self.timeline.working.add(self.side)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(where, call)
-        finally:
-            self.timeline.working.discard(self.side)
-
-
 @contextlib.contextmanager
 def named_if_no_memory(where: str, relief: str):
     """Say where memory was short and what to lower. The CPU's allocator has no type for that."""
@@ -256,323 +672,32 @@ def named_if_no_memory(where: str, relief: str):
         raise
 
 
-def thread(name: str) -> ThreadPoolExecutor:
-    """One thread for torch work."""
-    def begin():
-        """In the thread, before its first work."""
-        # Sets up torch's pool now: done later, that would undo `set_num_threads` in other threads.
-        torch.get_num_threads()
-        # The bfloat16 casts of weights are kept for all passes of a period, see `Trainer`. The
-        # cache is one for the process, and leaving an outermost autocast in any thread empties it:
-        # no thread of a run ever has an outermost one.
-        torch.autocast_increment_nesting()
-    return ThreadPoolExecutor(1, name, initializer=begin)
+# ---- Reading and scoring
 
-
-class Generator:
-    """Rollouts on inference copies. `async with` it: its step loop runs inside. A step that fails
-    fails every waiting request with the original error, and all later ones."""
-
-    def __init__(self, copies: Sequence[InferenceCopy], worker: Worker, seed: int):
-        self.copies, self.worker, self.seed = list(copies), worker, seed
-        self._futures = {}  # of the calls in flight: future -> its responses so far
-        self._submitted = asyncio.Event()
-        self._error: BaseException | None = None
-
-    @property
-    def version(self) -> int:
-        return self.copies[0].version
-
-    async def __aenter__(self):
-        self._tasks = await asyncio.TaskGroup().__aenter__()
-        self._stepping = self._tasks.create_task(self._steps())
-        return self
-
-    async def __aexit__(self, *error):
-        self._error = RuntimeError("the generator was closed")
-        self._stepping.cancel()
-        await self._tasks.__aexit__(*error)
-
-    async def generate(self, problem: Problem, samples: int) -> list[Response]:
-        """`samples` responses to a problem; tokens depend on the weights and on (seed, version,
-        problem.key, sample) alone. Raises ValueError for a prompt too long for the slots."""
-        if self._error is not None:
-            raise self._error
-        copy, key = min(self.copies, key=lambda c: c.tokens_waiting), [self.seed, self.version]
-        streams = (np.random.Philox(key=key, counter=[0, 0, problem.key, sample])
-                   for sample in range(samples))
-        uniforms = np.stack([np.random.Generator(stream).random(
-            copy.max_new_tokens, dtype=np.float32) for stream in streams])
-        future = asyncio.get_running_loop().create_future()
-        copy.submit(future, problem.prompt_ids, uniforms)
-        self._futures[future] = [None] * samples
-        self._submitted.set()
-        return await future
-
-    async def update(self, policy, version: int) -> None:
-        """Make every copy θ_version. Raises RuntimeError while a request is in flight."""
-        if not all(copy.idle for copy in self.copies):  # all or none: they never differ
-            raise RuntimeError("weights were copied while requests were in flight")
-
-        def update():
-            """In the worker's thread: all copies at once."""
-            used = dict.fromkeys([where for where, _ in stages(policy)]
-                                 + [copy.device for copy in self.copies])
-            places = [where for where in used if where.type != "cpu"]
-            for where in places:  # the step that made the weights ran on another stream
-                torch.accelerator.synchronize(where)
-            for copy in self.copies:  # on streams of its own, so that it waits for no other
-                with contextlib.ExitStack() as streams:
-                    for where in places:
-                        streams.enter_context(torch.Stream(where))
-                    copy_weights(policy, copy, version)
-            for where in places:
-                torch.accelerator.synchronize(where)
-        await self.worker.run("copy", update)
-
-    async def _steps(self):
-        """Waits for a request, steps until none is left. A period's requests all arrive before its
-        first step, so that no step depends on how long the one before took."""
-        try:
-            while True:
-                await self._submitted.wait()
-                self._submitted.clear()
-                while busy := [copy for copy in self.copies if not copy.idle]:
-                    name = "prefill" if any(copy.admits for copy in busy) else "decode"
-                    self._deliver(await self.worker.run(name, self._step, busy))
-        except Exception as error:
-            self._error = error
-            for future in self._futures:
-                if not future.done():
-                    future.set_exception(error)
-
-    def _step(self, busy: list[InferenceCopy]) -> list[tuple]:
-        """A step of every copy that has work, launched on all before the first is waited for."""
-        for copy in busy:
-            copy.launch()
-        return [ended for copy in busy for ended in copy.finish()]
-
-    def _deliver(self, ended):
-        for future, sample, ids, logprobs, finished in ended:
-            responses = self._futures[future]
-            responses[sample] = Response(tuple(ids), tuple(logprobs), finished)
-            if None not in responses:
-                del self._futures[future]
-                if not future.done():  # its caller may have been cancelled
-                    future.set_result(responses)
-
-
-@dataclass
-class MicroBatch:
-    """Groups as one packed row, with what the loss needs of each response token, (A,)."""
-    packed: Packed
-    advantages: Tensor
-    weights: Tensor
-    sampled: Tensor                # log-probs recorded in generation
-    old: Tensor | None = None      # of the first pass, for the inner steps after it
-    reference: Tensor | None = None
-
-
-class Trainer:
-    """Accumulates the gradient of a period; `step` applies it. A micro-batch is a fixed number of
-    groups in the order they come, never what happens to wait: every rounding is that of `sync`."""
-
-    def __init__(self, models: TriModel, worker: Worker, config: Config):
-        self.models, self.worker, self.config = models, worker, config
-        self.version, self.bad_steps = 0, 0  # periods trained; steps in a row without a gradient
-        # Micro-batches on their way back, each a list of (output, what the next stage took in) of
-        # the stages whose backward passes are still to come; the last stage puts out the loss.
-        self.flights: list[list[tuple[Tensor, Tensor | None]]] = []
-        self.parameters = list(models.policy.parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate,
-                                           weight_decay=0.0, fused=True)
-        for p in self.parameters if config.periods else ():  # once: new memory is dear, and a
-            p.grad = torch.zeros_like(p)  # period without any gradient is a step with one of zero
-        # Backward adds the embedding's rows to its gradient, not a dense tensor of that size.
-        models.policy.get_input_embeddings().sparse = models.device.type == "cpu"
-        self._start_period()
-
-    def _start_period(self):
-        self.groups, self.batches = [], []  # not yet in a micro-batch; kept for inner steps
-        # Of the metrics; groups without a pass; tokens that are not masked, theirs included.
-        self.sums, self.skipped, self.unmasked_tokens = {}, 0, 0
-
-    async def consume(self, group: Group) -> None:
-        """Take a group; train the micro-batch it completes. Launches work, reads nothing back.
-        Raises RuntimeError for a group sampled under any other version than the one trained."""
-        if group.version != self.version:
-            raise RuntimeError(f"off-policy: a group of version {group.version} reached a trainer "
-                               f"at version {self.version}")
-        self.groups.append(group)
-        if len(self.groups) == self.config.micro_batch_groups:
-            await self._train_waiting()
-
-    async def step(self) -> dict[str, float]:
-        """The optimizer step (steps, with inner steps) of a period; returns its metrics."""
-        await self._train_waiting()
-        return await self.worker.run("step", self._step)
-
-    async def _train_waiting(self):
-        groups, self.groups = self.groups, []
-        await self.worker.run("train", self._train, groups)
-
-    def _loss_scale(self) -> float:
-        """What is known only when the period is complete: dapo's number of tokens."""
-        return 1 / max(self.unmasked_tokens, 1) if self.config.loss == "dapo" else 1.0
-
-    def _train(self, groups: list[Group]) -> None:
-        config = self.config
-        rows = []
-        for group in groups:
-            advantages = group_advantages(group.rewards, scale=config.loss != "dr_grpo")
-            unscored = torch.tensor(group.rewards).isnan()
-            advantages = advantages.masked_fill(unscored, 0.0).tolist()
-            keep = [not missing and (r.finished or not config.mask_truncated)
-                    for missing, r in zip(unscored, group.responses)]
-            self.unmasked_tokens += sum(len(r.ids) * k for r, k in zip(group.responses, keep))
-            # Equal rewards give advantages of zero: without a KL term the group has no gradient.
-            if config.beta or any(advantages):
-                rows += [(group.problem.prompt_ids, *row)
-                         for row in zip(group.responses, advantages, keep)]
-            else:
-                self.skipped += 1
-        while rows:
-            fitting = self._fitting(rows)
-            batch, rows = self._micro_batch(rows[:fitting]), rows[fitting:]
-            self._backward(batch)
-            if config.inner_steps > 1:
-                self.batches.append(batch)
-
-    def _fitting(self, rows: list[tuple]) -> int:
-        """How many rows (prompt, response, advantage, is it kept) fit into --micro-batch-tokens as
-        attention computes them, 1 at least; those of a group share one prompt object. Any split is
-        exact: the loss is a sum over responses."""
-        tokens, before = ComputedTokens(), None
-        for number, (prompt, response, *_) in enumerate(rows):
-            if prompt is not before or self.config.attention == "repeat":
-                tokens.add(0, len(prompt))
-            tokens.add(len(prompt), len(response.ids))
-            if number and tokens.total() > self.config.micro_batch_tokens:
-                return number
-            before = prompt
-        return len(rows)
-
-    def _micro_batch(self, rows: list[tuple]) -> MicroBatch:
-        config = self.config
-        groups = [list(group) for _, group in itertools.groupby(rows, lambda row: id(row[0]))]
-        packed = pack([group[0][0] for group in groups],
-                      [[response.ids for _, response, *_ in group] for group in groups],
-                      share=config.attention != "repeat", multiple=8)
-        _, responses, advantages, keep = zip(*rows)
-        advantages, keep = torch.tensor(advantages), torch.tensor(keep)
-        weights = token_weights(packed.lengths, keep, config.loss,
-                                config.prompts * config.samples, config.max_new_tokens)
-        sampled = torch.tensor([x for r in responses for x in r.logprobs])
-        of = packed.response_of
-        return MicroBatch(packed, *(upload(x, self.models.device)
-                                    for x in (advantages[of], weights[of], sampled)))
-
-    def _backward_passes(self) -> None:
-        """What follows a forward pass (1F1B): every micro-batch in flight, the newest first, goes
-        back by one stage. Streams are in order: a whole backward pass at once would leave the
-        devices idle."""
-        for flight in reversed(self.flights):
-            output, taken = flight.pop()
-            output.backward(taken if taken is None
-                            else taken.grad.to(output.device, non_blocking=True))
-        self.flights = [flight for flight in self.flights if flight]
-
-    def _backward(self, batch: MicroBatch) -> None:
-        first, entropy, cuts = batch.old is None, {}, []
-        if first:
-            policy, batch.old, batch.reference = self.models.logprobs(batch.packed, entropy, cuts)
-        else:
-            policy = self.models.score(self.models.policy, batch.packed, cuts=cuts)
-        loss, sums = grpo_loss(policy, batch.old, batch.reference, batch.advantages, batch.weights,
-                               clip_low=self.config.clip_low, clip_high=self.config.clip_high,
-                               beta=self.config.beta)
-        self.flights.append([*cuts, (loss, None)])
-        self._backward_passes()
-        if first:
-            gap = (policy.detach() - batch.sampled).abs()
-            sums |= {"gap_sum": gap.sum(), "first_tokens": gap.numel(), **entropy}
-            self.sums["gap_max"] = torch.maximum(gap.max(), self.sums.get("gap_max", gap[0]))
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0) + value
-
-    def _step(self) -> dict[str, float]:
-        for inner in range(self.config.inner_steps):
-            for batch in self.batches if inner else ():
-                self._backward(batch)
-            while self.flights:
-                self._backward_passes()
-            norm = self._optimizer_step()
-            if self.bad_steps:
-                break  # the weights did not move: the next pass would be the same
-        self.version += 1
-        sums = defaultdict(float, {name: float(value) for name, value in self.sums.items()})
-        tokens, first_tokens = max(sums["kept_tokens"], 1), max(sums["first_tokens"], 1)
-        metrics = {
-            "loss": sums["loss"] * self._loss_scale() / (inner + 1), "kl": sums["kl_sum"] / tokens,
-            "clip_low_share": sums["clip_low_tokens"] / tokens,
-            "clip_high_share": sums["clip_high_tokens"] / tokens,
-            "entropy": sums["entropy_sum"] / first_tokens, "logp_gap_max": sums["gap_max"],
-            "logp_gap_mean": sums["gap_sum"] / first_tokens, "gradient_norm": norm,
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "skipped_groups": self.skipped, "bad_steps": self.bad_steps}
-        self._start_period()
-        return metrics
-
-    def _optimizer_step(self) -> float:
-        """Scale (`dapo`), clip, step. A gradient that is not finite changes nothing but the count
-        of such steps in a row: clipping would make every weight NaN. Returns the norm."""
-        if self._loss_scale() != 1:
-            for p in self.parameters:
-                p.grad.mul_(self._loss_scale())
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM))
-        self.bad_steps = 0 if math.isfinite(norm) else self.bad_steps + 1
-        if self.bad_steps == BAD_STEPS:
-            raise FloatingPointError(f"the gradient was not finite in {BAD_STEPS} steps in a row; "
-                                     "a lower --learning-rate may help")
-        warm = min(1.0, (self.version + 1) / WARMUP_PERIODS)
-        self.optimizer.param_groups[0]["lr"] = self.config.learning_rate * warm
-        if not self.bad_steps:
-            self.optimizer.step()
-        torch.clear_autocast_cache()  # of casts of the weights before the step, see `thread`
-        self.optimizer.zero_grad(set_to_none=False)
-        return norm
-
-
-async def run_period(generator, trainer, problems: Sequence[Problem], samples: int,
-                     score: Callable, overlap: bool) -> tuple[list[Group], dict[str, float]]:
-    """One period: generate, score and train `samples` responses to every problem, then step.
-    Returns the groups in the order trained, and the step's metrics. `score(problem, responses)` is
-    a coroutine that returns rewards. Whatever raises ends the period at once."""
-    queue = asyncio.Queue()
-    groups = []
-
-    async def produce(problem):
-        """Queue the scoring, not the scored group: a slow reward must not change the order."""
-        version = generator.version
-        responses = await generator.generate(problem, samples)
-        if len(responses) != samples:
-            raise RuntimeError(f"{samples} responses were asked for, {len(responses)} came")
-        queue.put_nowait(producers.create_task(finish(problem, responses, version)))
-
-    async def finish(problem, responses, version):
-        rewards = await score(problem, responses)
-        return Group(problem, tuple(responses), tuple(rewards), version)
-
-    async with asyncio.TaskGroup() as producers:
-        tasks = [producers.create_task(produce(p)) for p in problems]
-        for task in tasks:  # one that is cancelled queues nothing: nobody may wait for it
-            task.add_done_callback(lambda t: t.cancelled() and queue.put_nowait(t))
-        if not overlap:
-            await asyncio.gather(*tasks)      # the synchronous schedule is this line
-        for _ in problems:
-            groups.append(await (await queue.get()))
-            await trainer.consume(groups[-1])
-    return groups, await trainer.step()
+def read_prompts(config: Config, source: str, least: int, tokenizer) -> list[Problem]:
+    """The problems of the file that the flag `source` names, without one the built-in sums, whose
+    prompts are short enough. Raises ValueError where they are fewer than `least`."""
+    path = getattr(config, source)
+    template = config.prompt_template or ("{question}\n\n" + CLOSING if path else "{question}")
+    try:
+        if "{question}" not in template:
+            template = Path(template).read_text(encoding="utf-8")
+        template.index("{question}")
+    except (OSError, ValueError) as error:
+        raise ValueError("--prompt-template is neither text with {question} in it nor a file that "
+                         f"holds such text: {error}") from None
+    read = (read_problems(path) if path
+            else [arithmetic(config.seed, i) for i in range(1000)])
+    rows = [Problem(encode_prompt(tokenizer, template.replace("{question}", question)), gold,
+                    key, question) for key, (question, gold) in enumerate(read)]
+    fitting = [row for row in rows if len(row.prompt_ids) <= config.max_prompt_tokens]
+    if len(fitting) < len(rows):
+        print(f"{path or 'arithmetic'}: {len(rows) - len(fitting)} of {len(rows)} prompts are "
+              f"longer than --max-prompt-tokens {config.max_prompt_tokens}, and skipped")
+    if len(fitting) < least:
+        raise ValueError(f"{path or 'arithmetic'}: {len(rows)} problems read, {len(fitting)} kept, "
+                         f"but {flag(source)} with --prompts {config.prompts} needs {least}")
+    return fitting
 
 
 class Scorer:
@@ -635,11 +760,9 @@ def reward_function(name: str) -> Callable:
     """`math`, or FILE.py:FUNCTION: that file is the only code of a user that a run executes.
     Raises ValueError for one that cannot be loaded."""
     if name == "math":
-        plain = lambda response, problem: math_reward(response, problem.answer)
-
-        async def at_once(response, problem):  # a thread costs more than our own comparison
-            return plain(response, problem)
-        return plain if math_verify else at_once
+        async def at_once(response, problem):  # a thread costs more than the comparison
+            return math_reward(response, problem.answer)
+        return at_once
     path, _, function = name.rpartition(":")
     sys.path.insert(0, str(Path(path).parent))  # it may import what lies beside it
     try:
@@ -652,133 +775,216 @@ def reward_function(name: str) -> Callable:
                          f"{type(error).__name__}: {error}") from None
 
 
-def read_prompts(config: Config, source: str, least: int, tokenizer) -> list[Problem]:
-    """The problems of the file that the flag `source` names, without one the built-in sums, whose
-    prompts are short enough. Raises ValueError where they are fewer than `least`."""
-    path = getattr(config, source)
-    template = config.prompt_template or ("{question}\n\n" + CLOSING if path else "{question}")
-    try:
-        if "{question}" not in template:
-            template = Path(template).read_text(encoding="utf-8")
-        template.index("{question}")
-    except (OSError, ValueError) as error:
-        raise ValueError("--prompt-template is neither text with {question} in it nor a file that "
-                         f"holds such text: {error}") from None
-    read = (read_problems(path) if path
-            else [arithmetic(config.seed, i) for i in range(1000)])
-    rows = [Problem(encode_prompt(tokenizer, template.replace("{question}", question)), gold,
-                    key, question) for key, (question, gold) in enumerate(read)]
-    fitting = [row for row in rows if len(row.prompt_ids) <= config.max_prompt_tokens]
-    if len(fitting) < len(rows):
-        print(f"{path or 'arithmetic'}: {len(rows) - len(fitting)} of {len(rows)} prompts are "
-              f"longer than --max-prompt-tokens {config.max_prompt_tokens}, and skipped")
-    if len(fitting) < least:
-        raise ValueError(f"{path or 'arithmetic'}: {len(rows)} problems read, {len(fitting)} kept, "
-                         f"but {flag(source)} with --prompts {config.prompts} needs {least}")
-    return fitting
+# ---- A run, from set-up to summary
+
+EVAL_KEYS = 2**62     # keys of evaluated problems start here, above all that are trained on
 
 
-def gib(name: str) -> float:
-    """Memory of a device."""
-    if name.startswith("cpu"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    try:
-        return torch.accelerator.get_memory_info(name)[1] / 2**30
-    except (RuntimeError, ValueError, AssertionError):  # none such here
-        return USUAL_GIB.get(name.split(":")[0], 64.0)
+@dataclass
+class Run:
+    """The parts of a run, set up."""
+    config: Config
+    out: Path
+    problems: list[Problem]
+    held_out: list[Problem]
+    tokenizer: Any
+    score: Scorer
+    trainer: Trainer
+    generator: Any          # Generator, or what stands in for it
+    timeline: Timeline
+    devices: set            # all that are used
+    history: list[dict]     # metrics of the periods so far
+    state: dict             # what a checkpoint keeps beside weights, optimizer and metrics
 
 
-def planned(config: Config) -> tuple[str, dict[str, float]]:
-    """A table of what every device will hold, and GiB of each. Raises ValueError for a plan that
-    does not fit, with the flag that would make it fit."""
-    def named(listed):  # npu is npu:0
-        return [name if ":" in name or name == "cpu" else f"{name}:0"
-                for name in listed.replace(" ", "").split(",")]
-
-    def held(config):
-        """What every role will hold, by part, and the sum of every device."""
-        train = named(config.train_devices or str(find_devices("")[0]))
-        rollout = named(config.rollout_devices) if config.rollout_devices else train[:1]
-        roles = [*(f"{name} train" for name in train), *(f"{name} generate" for name in rollout)]
-        parts = list(zip(roles, plan(len(train), len(rollout), **vars(config))))
-        totals = defaultdict(float)
-        for role, part in parts:
-            totals[role.split()[0]] += sum(x for x in part.values() if not isinstance(x, str))
-        return parts, totals
-
-    def over(totals):
-        return [f"{name} would hold {total:.1f} GiB of {gib(name):.0f}"
-                for name, total in totals.items() if total > gib(name)]
-    parts, totals = held(config)
-    table = "\n".join(f"{role:15} layers {part.pop('layers'):6} " + "  ".join(
-        f"{name} {x:.1f}" for name, x in part.items()) for role, part in parts)
-    if too_much := over(totals):
-        helps = [change for change in RELIEF
-                 if not over(held(replace(config, **change))[1])]
-        raise ValueError(f"{'; '.join(too_much)}: " + (
-            " or ".join(as_flags(change) for change in helps)
-            or "more --train-devices or --rollout-devices") + " would fit")
-    return table, totals
-
-
-def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNamespace:
-    """The parts of a run, loaded. Raises ValueError or OSError for what the user can mend."""
-    train_on = find_devices(config.train_devices)
-    if train_on[0].type != "cpu" and config.model != "tiny" and config.periods:
-        planned(config)
-    rollout_on = find_devices(config.rollout_devices or str(train_on[0]))
+def built_in_generator(config: Config, policy, tokenizer, longest_prompt: int,
+                       worker: Worker) -> Generator:
+    """An inference copy on each of --rollout-devices."""
     dtype = getattr(torch, config.dtype)
-    settings = {"temperature": config.temperature, "dtype": dtype}
+    copies = []
+    for where in rollout_devices(config):
+        model = cut_into_stages(frozen_copy(policy, dtype), [where])
+        copies.append(InferenceCopy(model, stop_ids(policy, tokenizer), rows=config.rows,
+                                    longest_prompt=longest_prompt, dtype=dtype,
+                                    max_new_tokens=config.max_new_tokens,
+                                    temperature=config.temperature))
+    return Generator(copies, worker, config.seed)
+
+
+def rollout_devices(config: Config) -> list[torch.device]:
+    """Those named, or the first of the training devices."""
+    return find_devices(config.rollout_devices) if config.rollout_devices else find_devices(
+        config.train_devices)[:1]
+
+
+def set_up(config: Config, out: Path, shared: ThreadPoolExecutor,
+           make_generator: Callable = built_in_generator) -> Run:
+    """Load the parts of a run. `make_generator` is called as `built_in_generator` is. Raises
+    ValueError or OSError for what the user can mend."""
+    torch.set_num_threads(CORES)  # of this thread
     begun = time.perf_counter()
     reward = reward_function(config.reward)  # first: a mistake there shows at once
+    train_on = find_devices(config.train_devices)
+    if train_on[0].type != "cpu" and config.model != "tiny" and config.periods:
+        _, _, too_much = memory_plan(**vars(config))
+        if too_much:
+            raise ValueError(too_much)
     policy, tokenizer = load(config.model, train_on, seed=config.seed)
     if config.attention == "dense":
         attach(policy, "dense")
-    rows = read_prompts(config, "data", config.prompts if config.periods else 1, tokenizer)
+    problems = read_prompts(config, "data", config.prompts if config.periods else 1, tokenizer)
     held_out = read_prompts(config, "eval_data", 1, tokenizer) if config.eval_data else []
     held_out = [replace(problem, key=EVAL_KEYS + problem.key)
                 for problem in held_out[:config.eval_limit or None]]
-    longest = max(len(problem.prompt_ids) for problem in [*rows, *held_out])
     problems_sha256 = hashlib.sha256(
-        repr([(r.prompt_ids, r.answer) for r in rows]).encode()).hexdigest()
+        repr([(p.prompt_ids, p.answer) for p in problems]).encode()).hexdigest()
+    dtype = getattr(torch, config.dtype)
     reference = frozen_copy(policy, dtype) if config.beta and config.periods else None
     state = restore(config, out, problems_sha256, policy)
     for half_written in out.glob(".period-*"):
         shutil.rmtree(half_written)
-    copies = [InferenceCopy(cut_into_stages(frozen_copy(policy, dtype), [where]),
-                            stop_ids(policy, tokenizer), rows=config.rows, longest_prompt=longest,
-                            max_new_tokens=config.max_new_tokens, **settings)
-              for where in rollout_on]
-    models = TriModel(policy, copies[0].model, reference, **settings)
+    timeline, working = Timeline(out / "trace.json"), set()
+    most = exact_threads(policy, CORES)
+    generate = Worker("generate", timeline, shared, working, f"--rows {config.rows}", most)
+    train = Worker("train", timeline, shared, working,
+                   f"--micro-batch-tokens {config.micro_batch_tokens} or --micro-batch-groups "
+                   f"{config.micro_batch_groups}", most)
+    longest = max(len(problem.prompt_ids) for problem in [*problems, *held_out])
+    generator = make_generator(config, policy, tokenizer, longest, generate)
     if config.recompute:
         policy.activation_checkpointing_enable()
-    print(f"{config.model}: {sum(p.numel() for p in policy.parameters()):,} parameters, ready in "
-          f"{time.perf_counter() - begun:.0f} s. Output goes to {out}. Answers are compared "
-          f"{'with' if math_verify else 'without'} math-verify. The run:",
-          as_flags(vars(config)))
-    timeline = Timeline(out / "trace.json")
-    generate = Worker("generate", timeline, shared, f"--rows {config.rows}")
-    train = Worker("train", timeline, shared,
-                   f"--micro-batch-tokens {config.micro_batch_tokens} or --micro-batch-groups "
-                   f"{config.micro_batch_groups}")
+    models = TriModel(policy, reference=reference, temperature=config.temperature, dtype=dtype)
     trainer = Trainer(models, train, config)
     if config.resume:
         trainer.optimizer.load_state_dict(state.pop("optimizer"))
         trainer.version, trainer.bad_steps = len(state["history"]), state["bad_steps"]
-    for copy in copies:
-        copy.version = trainer.version
-    return SimpleNamespace(
-        config=config, rows=rows, held_out=held_out, timeline=timeline, tokenizer=tokenizer,
-        score=Scorer(reward, tokenizer, config.reward_seconds), trainer=trainer,
-        generator=Generator(copies, generate, config.seed), history=state.pop("history"),
-        state=state)
+    print(f"{config.model}: {sum(p.numel() for p in policy.parameters()):,} parameters, ready in "
+          f"{time.perf_counter() - begun:.0f} s. Output goes to {out}. The run:",
+          as_flags(vars(config)))
+    return Run(config=config, out=out, problems=problems, held_out=held_out, tokenizer=tokenizer,
+               score=Scorer(reward, tokenizer, config.reward_seconds), trainer=trainer,
+               generator=generator, timeline=timeline, history=state.pop("history"), state=state,
+               devices={*train_on, *rollout_devices(config)})
 
 
-def save(run, out: Path) -> None:
-    """Checkpoint `period-<periods trained>` in `out`: the policy as a Hugging Face folder, and what
-    a run needs to go on. Written under another name, synced, renamed: what has that name is whole.
-    Old ones go after that. Raises OSError, FloatingPointError for weights that are not finite."""
-    trainer, final = run.trainer, out / f"period-{run.trainer.version:06d}"
+async def run_periods(run: Run) -> list[dict]:
+    """The loop of a run. Returns the metrics of every period, as metrics.jsonl holds them."""
+    config, out, trainer, timeline, history = (run.config, run.out, run.trainer, run.timeline,
+                                               run.history)
+    with (open(out / "metrics.jsonl", "a" if config.resume else "w") as log,
+          open(out / "rollouts.jsonl", "a", encoding="utf-8") as rollouts,
+          tqdm(initial=len(history), total=config.periods, unit="period", disable=None) as bar):
+        rollouts.truncate(min(run.state["rollouts_bytes"], rollouts.tell()))
+        async with run.generator as generator:
+            if generator.version != trainer.version:  # a resumed run
+                await generator.update(trainer.models.policy, trainer.version)
+            if run.held_out and not run.state["evals"]:
+                await evaluate(run)
+            for period in range(len(history), config.periods):
+                timeline.open()
+                problems = draw_problems(run.problems, config.seed, period * config.prompts,
+                                         config.prompts)
+                groups, step = await run_period(generator, trainer, problems, config.samples,
+                                                run.score, overlap=config.schedule == "async")
+                metrics = {"period": period, **group_metrics(groups), **timeline.close(), **step}
+                history.append(metrics)
+                groups.sort(key=lambda group: problems.index(group.problem))  # for the digest
+                write_rollouts(run, period, groups, rollouts)
+                bar.write("period {period:4d}  reward {reward:.3f}  finished {finished_share:.2f}  "
+                          "length {response_tokens_mean:.1f}  kl {kl:.4f}  gap {logp_gap_max:.1e}  "
+                          "{seconds:.2f} s".format(**metrics))
+                done, last = period + 1, period + 1 == config.periods
+                if run.held_out and (last or done % config.eval_every == 0):
+                    metrics["eval_reward"] = await evaluate(run)
+                print(as_json(metrics), file=log, flush=True)
+                if config.save_every and (last or done % config.save_every == 0):
+                    await trainer.worker.run("save", save, run)
+                bar.update()
+    return history
+
+
+def summary(run: Run) -> dict:
+    """What a run prints last."""
+    history = run.history
+    result = {"schedule": run.config.schedule, "periods": len(history)}
+    if history:
+        seconds, tokens = (sum(h[name] for h in history) for name in ("seconds", "tokens"))
+        generate, train = (sum(h[name] * h["seconds"] for h in history) / seconds
+                           for name in ("generate_busy", "train_busy"))
+        result |= {
+            "seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds,
+            "tokens_per_second_per_device": tokens / seconds / len(run.devices),
+            "reward_first": mean_scored([h["reward"] for h in history[:5]]),
+            "reward_last": mean_scored([h["reward"] for h in history[-5:]]),
+            "generate_busy": generate, "train_busy": train,
+            "overlap_bound": (generate + train) / max(generate, train),
+            "logp_gap_max": max(h["logp_gap_max"] for h in history)}
+    if run.held_out:
+        result |= {"eval_first": run.state["evals"][0], "eval_last": run.state["evals"][-1]}
+    weights = hashlib.sha256()
+    for _, parameter in sorted(run.trainer.models.policy.named_parameters()):
+        weights.update(parameter.detach().cpu().numpy().tobytes())
+    return result | {"rollouts_sha256": run.state["rollouts_sha256"],
+                     "weights_sha256": weights.hexdigest()}
+
+
+async def evaluate(run: Run) -> float:
+    """Answer the held-out problems with the weights as they are, through the run's own generator;
+    greedily where one answer each is asked for. Writes the answers to eval-<version>.jsonl, prints
+    a right and a wrong one, and returns the mean reward."""
+    generator, samples, rewards, shown = run.generator, run.config.eval_samples, [], {}
+
+    async def answered(problem):
+        responses = await generator.generate(
+            problem, samples, temperature=run.config.temperature if samples > 1 else 0)
+        return [run.score.text(r) for r in responses], await run.score(problem, responses)
+
+    async with asyncio.TaskGroup() as answers:
+        tasks = [answers.create_task(answered(problem)) for problem in run.held_out]
+    with open(run.out / f"eval-{generator.version:06d}.jsonl", "w", encoding="utf-8") as file:
+        for problem, task in zip(run.held_out, tasks):
+            texts, scores = task.result()
+            print(as_json({"question": problem.question, "answer": problem.answer,
+                           "responses": texts, "rewards": scores}), file=file)
+            for text, reward in zip(texts, scores):
+                if not math.isnan(reward):
+                    shown.setdefault("right" if reward > 0.5 else "wrong", (problem, text))
+            rewards += scores
+    run.state["evals"].append(mean_scored(rewards))
+    tqdm.write(f"after {generator.version} periods: {mean_scored(rewards):.3f} on "
+               f"{len(run.held_out)} held-out problems, {samples} answer(s) each")
+    for verdict, (problem, text) in sorted(shown.items()):
+        tqdm.write(f"--- {verdict}, to {problem.question!r}, gold {problem.answer}:\n{text}\n---")
+    return mean_scored(rewards)
+
+
+def write_rollouts(run: Run, period: int, groups: Sequence[Group], file) -> None:
+    """A period's responses, one JSON object each. Chains their ids to the run's digest."""
+    digest = hashlib.sha256(run.state["rollouts_sha256"].encode())
+    for group in groups:
+        for response, reward in zip(group.responses, group.rewards):
+            digest.update(np.array([-1, *response.ids]).tobytes())
+            print(as_json({"period": period, "key": group.problem.key,
+                           "problem": group.problem.question, "response": run.score.text(response),
+                           "reward": reward, "finished": response.finished}), file=file)
+    file.flush()
+    run.state |= {"rollouts_sha256": digest.hexdigest(), "rollouts_bytes": file.tell()}
+
+
+def as_json(record: dict) -> str:
+    """One line of JSON, which knows no NaN and no infinity: null."""
+    return json.dumps(json.loads(json.dumps(record), parse_constant=lambda _: None))
+
+
+# ---- Checkpoints
+
+def save(run: Run) -> None:
+    """Checkpoint `period-<periods trained>` in `run.out`: the policy as a Hugging Face
+    folder, and what a run needs to go on. Written under another name, synced, renamed: what has
+    that name is whole. Old ones go after that. Raises OSError, and FloatingPointError for weights
+    that are not finite."""
+    trainer, out = run.trainer, run.out
+    final = out / f"period-{trainer.version:06d}"
     if not all(p.isfinite().all() for p in trainer.parameters):
         raise FloatingPointError(f"{final} was not saved: not all weights are finite")
     folder = out / f".{final.name}"
@@ -865,139 +1071,32 @@ def restore(config: Config, out: Path, problems_sha256: str, policy) -> dict:
     return state
 
 
-async def evaluate(run, out: Path) -> float:
-    """Answer the held-out problems with the weights as they are, through the run's own generator;
-    greedily where one answer each is asked for. Writes the answers to eval-<version>.jsonl, prints
-    a right and a wrong one, and returns the mean reward."""
-    generator, samples, rewards, shown = run.generator, run.config.eval_samples, [], {}
+# ---- The command
 
-    async def answered(problem):
-        responses = await generator.generate(problem, samples)
-        return [run.score.text(r) for r in responses], await run.score(problem, responses)
-
-    for inference in generator.copies:
-        inference.temperature = run.config.temperature if samples > 1 else 0
-    async with asyncio.TaskGroup() as answers:
-        tasks = [answers.create_task(answered(problem)) for problem in run.held_out]
-    for inference in generator.copies:
-        inference.temperature = run.config.temperature
-    with open(out / f"eval-{generator.version:06d}.jsonl", "w", encoding="utf-8") as file:
-        for problem, task in zip(run.held_out, tasks):
-            texts, scores = task.result()
-            print(as_json({"question": problem.question, "answer": problem.answer,
-                           "responses": texts, "rewards": scores}), file=file)
-            for text, reward in zip(texts, scores):
-                if not math.isnan(reward):
-                    shown.setdefault("right" if reward > 0.5 else "wrong", (problem, text))
-            rewards += scores
-    run.state["evals"].append(mean_scored(rewards))
-    tqdm.write(f"after {generator.version} periods: {mean_scored(rewards):.3f} on "
-               f"{len(run.held_out)} held-out problems, {samples} answer(s) each")
-    for verdict, (problem, text) in sorted(shown.items()):
-        tqdm.write(f"--- {verdict}, to {problem.question!r}, gold {problem.answer}:\n{text}\n---")
-    return mean_scored(rewards)
-
-
-def as_json(record: dict) -> str:
-    """One line of JSON, which knows no NaN and no infinity: null."""
-    return json.dumps(json.loads(json.dumps(record), parse_constant=lambda _: None))
-
-
-def write_rollouts(run, period: int, groups: Sequence[Group], file) -> None:
-    """A period's responses, one JSON object each. Chains their ids to the run's digest."""
-    digest = hashlib.sha256(run.state["rollouts_sha256"].encode())
-    for group in groups:
-        for response, reward in zip(group.responses, group.rewards):
-            digest.update(np.array([-1, *response.ids]).tobytes())
-            print(as_json({"period": period, "key": group.problem.key,
-                           "problem": group.problem.question, "response": run.score.text(response),
-                           "reward": reward, "finished": response.finished}), file=file)
-    file.flush()
-    run.state |= {"rollouts_sha256": digest.hexdigest(), "rollouts_bytes": file.tell()}
-
-
-async def run_periods(run, out: Path) -> list[dict]:
-    """The loop of a run. Returns the metrics of every period, as metrics.jsonl holds them."""
-    config, trainer, timeline, history = run.config, run.trainer, run.timeline, run.history
-    with (open(out / "metrics.jsonl", "a" if config.resume else "w") as log,
-          open(out / "rollouts.jsonl", "a", encoding="utf-8") as rollouts,
-          tqdm(initial=len(history), total=config.periods, unit="period", disable=None) as bar):
-        rollouts.truncate(min(run.state["rollouts_bytes"], rollouts.tell()))
-        async with run.generator as generator:
-            if run.held_out and not run.state["evals"]:
-                await evaluate(run, out)
-            for period in range(len(history), config.periods):
-                timeline.open()
-                problems = draw_problems(run.rows, config.seed, period * config.prompts,
-                                         config.prompts)
-                groups, step = await run_period(generator, trainer, problems, config.samples,
-                                                run.score, overlap=config.schedule == "async")
-                await generator.update(trainer.models.policy, trainer.version)
-                metrics = {"period": period, **group_metrics(groups), **timeline.close(), **step}
-                history.append(metrics)
-                groups.sort(key=lambda group: problems.index(group.problem))  # for the digest
-                write_rollouts(run, period, groups, rollouts)
-                bar.write("period {period:4d}  reward {reward:.3f}  finished {finished_share:.2f}  "
-                          "length {response_tokens_mean:.1f}  kl {kl:.4f}  gap {logp_gap_max:.1e}  "
-                          "{seconds:.2f} s".format(**metrics))
-                done, last = period + 1, period + 1 == config.periods
-                if run.held_out and (last or done % config.eval_every == 0):
-                    metrics["eval_reward"] = await evaluate(run, out)
-                print(as_json(metrics), file=log, flush=True)
-                if config.save_every and (last or done % config.save_every == 0):
-                    await trainer.worker.run("save", save, run, out)
-                bar.update()
-    return history
-
-
-def summary(run, history: list[dict]) -> dict:
-    """What a run prints last."""
-    result = {"schedule": run.config.schedule, "periods": len(history)}
-    if history:
-        seconds, tokens = (sum(h[name] for h in history) for name in ("seconds", "tokens"))
-        generate, train = (sum(h[name] * h["seconds"] for h in history) / seconds
-                           for name in ("generate_busy", "train_busy"))
-        used = {*(where for where, _ in stages(run.trainer.models.policy)),
-                *(copy.device for copy in run.generator.copies)}
-        result |= {
-            "seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds,
-            "tokens_per_second_per_device": tokens / seconds / len(used),
-            "reward_first": mean_scored([h["reward"] for h in history[:5]]),
-            "reward_last": mean_scored([h["reward"] for h in history[-5:]]),
-            "generate_busy": generate, "train_busy": train,
-            "overlap_bound": (generate + train) / max(generate, train),
-            "logp_gap_max": max(h["logp_gap_max"] for h in history)}
-    if run.held_out:
-        result |= {"eval_first": run.state["evals"][0], "eval_last": run.state["evals"][-1]}
-    weights = hashlib.sha256()
-    for _, parameter in sorted(run.trainer.models.policy.named_parameters()):
-        weights.update(parameter.detach().cpu().numpy().tobytes())
-    return result | {"rollouts_sha256": run.state["rollouts_sha256"],
-                     "weights_sha256": weights.hexdigest()}
-
-
-def train(config: Config) -> dict:
+def train(config: Config, make_generator: Callable = built_in_generator) -> dict:
     """A whole run; returns what is printed last. Raises UserError for what the user can mend."""
     try:
         config = config.checked()
         if config.plan:
-            table, totals = planned(config)
+            table, totals, too_much = memory_plan(**vars(config))
             print(f"GiB, activations estimated:\n{table}")
+            if too_much:
+                raise ValueError(too_much)
             return {"plan": totals}
         out = Path(config.out)
         out.mkdir(parents=True, exist_ok=True)
         shared = thread("all cores")
         with named_if_no_memory("the set-up", "--rows or --max-new-tokens"):
-            run = shared.submit(set_up, config, out, shared).result()
+            run = shared.submit(set_up, config, out, shared, make_generator).result()
     except (ValueError, OSError, MemoryError) as error:
         raise UserError(" ".join(str(error).split())) from error
     try:
-        history = asyncio.run(run_periods(run, out))
+        asyncio.run(run_periods(run))
     except BaseExceptionGroup as group:
         raise original(group) from None
-    result = shared.submit(summary, run, history).result()
+    result = shared.submit(summary, run).result()
     if run.timeline.end:
-        print(f"\nThe last period, {history[-1]['seconds']:.2f} s:\n{run.timeline.blocks()}\n")
+        print(f"\nThe last period, {run.history[-1]['seconds']:.2f} s:\n{run.timeline.blocks()}\n")
     return result
 
 
