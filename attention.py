@@ -31,7 +31,7 @@ GROUPED = ("cpu", "npu")  # devices whose fused kernels take grouped queries, se
 BOOLEAN = ("npu",)        # and those that want a mask as bool, see Packed.masks_for
 
 
-def up(n: int, step: int) -> int:
+def round_up(n: int, step: int) -> int:
     """n, filled up to a multiple of step."""
     return -(-int(n) // step) * step
 
@@ -202,7 +202,7 @@ class ComputedTokens:
 
     def add(self, before: int, length: int) -> None:
         """A prompt (before is 0), or a response to a prompt of `before` tokens."""
-        filled = up(length, 8)
+        filled = round_up(length, 8)
         kind = length_class(before, filled)
         self.count[kind] += 1
         self.longest[kind] = max(self.longest[kind], filled)
@@ -216,12 +216,12 @@ def _calls(pieces: list[tuple[int, int, int, int]], multiple: int) -> tuple:
     places of queries and keys, and where each place went among the queries."""
     classes = defaultdict(list)
     for piece in pieces:
-        classes[length_class(piece[3], up(piece[1], multiple))].append(piece)
+        classes[length_class(piece[3], round_up(piece[1], multiple))].append(piece)
     calls, query_places, key_places = [], [], []
     restore = [0] * sum(length for _, length, *_ in pieces)
     for (before, _), members in classes.items():
-        queries = up(max(length for _, length, *_ in members), multiple)
-        keys = up(before + queries, multiple)
+        queries = round_up(max(length for _, length, *_ in members), multiple)
+        keys = round_up(before + queries, multiple)
         calls.append(Call(len(members), before, queries, keys))
         for start, length, prompt, _ in members:
             own = range(start, start + length)

@@ -34,12 +34,11 @@ from torch.nn.functional import pad, silu
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
                           LlamaForCausalLM, PreTrainedTokenizerFast)
 
-from attention import Packed, Slots, attach, pack, product_dtype, refuse, upload
+from attention import Packed, Slots, attach, pack, product_dtype, refuse, round_up, upload
 
 HEAD_CHUNK = 2**24       # logits computed at once, in elements: 64 MiB of float32
 PREFILL_TOKENS = 4096    # a prefill takes no further prompt from here on
 WIDTH_STEP = 16          # decoding attends over a multiple of this many places
-TINY_STEPS = 400         # supervised warm-up of the embedded model: about 10 s on two cores
 
 
 def token_logprobs(model, packed: Packed, temperature: float = 1.0, sums: dict | None = None,
@@ -60,8 +59,8 @@ def token_logprobs(model, packed: Packed, temperature: float = 1.0, sums: dict |
         hidden = stage(inputs_embeds=entering, position_ids=here.position_ids, packed=here,
                        use_cache=False).last_hidden_state
     # index_select, not hidden[...]: a prompt's last place occurs K times, and only the backward
-    # pass of index_select adds those gradients in a fixed order.
-    # Filled up to a multiple of 8: below one the bits of the products depend on threads.
+    # pass of index_select adds those gradients in a fixed order. Filled up to a multiple of 8:
+    # below one the bits of the products depend on threads.
     tokens = len(here.targets)
     filling = (0, -tokens % 8)
     logprobs, entropy = _HeadLogprobs.apply(
@@ -78,15 +77,14 @@ def stages(model) -> list[tuple]:
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """Log-probs (A,) of targets (A,), and entropies (A,) in nats without gradient, from hidden
-    states (A, D) and the head's weight (V, D). The definition, without entropies:
+    """Log-probs of targets (A,), from hidden states (A, D) and the head's weight (V, D):
 
         logits = (hidden @ weight.T).float() / temperature
-        logprobs = logits.log_softmax(-1)
-        return logprobs.gather(1, targets[:, None])[:, 0]
+        logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
-    Autograd would keep (A, V) logits for the backward pass of that. Here they are computed in
-    chunks and, by `backward`, once more; and the weight's gradient is added where it stands."""
+    and, without gradient, the entropies (A,) of the softmax in nats. Autograd would keep the (A, V)
+    logits of these two lines for the backward pass; here they are made in chunks, and once more by
+    `backward`, which adds to the gradient of the weight where that stands."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
@@ -142,10 +140,6 @@ def _chunks(hidden, head):
 
 def _wide(x):
     return x if x.dtype == torch.float64 else x.float()
-
-
-def _up(n, step):
-    return -(-int(n) // step) * step
 
 
 class TriModel:
@@ -206,18 +200,18 @@ class InferenceCopy:
     earliest prompts if rows are free, else it decodes one token a row. `finish` reads what was
     sampled, a step's one read, and returns the responses that ended; in between, one thread
     launches other copies. A response is
-        waiting    from `submit` on, its prompt not computed yet
+        waiting    from `submit` on: its prompt is not computed yet
         staged     from prefill on: its prompt is in a slot, it has a first token, but no row
         in a row   one token a decode step
         returned   after a stop token, or `max_new_tokens`
     What holds:
         After `finish` a response is staged only while every row is taken.
-        The keys and values of rows[i] are in slots.responses[:, i]; of its prompt, in
-        slots.prompts[:, rows[i].slot]. There are as many prompt slots as rows.
+        Keys and values of rows[i] are in slots.responses[:, i], those of its prompt in
+        slots.prompts[:, rows[i].slot]; there are as many prompt slots as rows.
         A step works on a multiple of 8 rows: else the bits of a product depend on threads.
-    `temperature`, 0 for the likeliest token, is one for all; set it while the copy is idle. On a
-    CPU the matrices of the model may get another order; on an accelerator the copy has a stream of
-    its own: between it and the trainer's go host values, and weights between periods."""
+    `temperature` is one for all requests, to be set while idle; 0 takes the likeliest token. On an
+    accelerator the copy has its own stream: to the trainer's go host values alone, from it weights.
+    """
 
     def __init__(self, model, stop: Sequence[int], *, rows: int, longest_prompt: int,
                  max_new_tokens: int, temperature: float = 1.0,
@@ -226,24 +220,18 @@ class InferenceCopy:
         self.model, self.device, self.dtype = model, model.device, dtype
         self.stop, self.temperature = set(stop), temperature
         self.longest_prompt, self.max_new_tokens = longest_prompt, max_new_tokens
-        self.max_rows = _up(rows, 8)
+        self.max_rows = round_up(rows, 8)
         self.version, self.copying = 0, False  # both set by `copy_weights`
-        if (self.device.type == "cpu" and dtype == torch.float32
-                and torch.backends.cpu.get_cpu_capability() == "AVX512"):
-            for module in _linears(model):
-                # By columns: a step's products take a sixth less time; with AVX2 a quarter more
-                module.weight.data = module.weight.data.T.contiguous().T
+        _order_matrices(model, dtype)
         self.slots = Slots(config.num_hidden_layers, self.max_rows, config.num_key_value_heads,
-                           _up(longest_prompt, WIDTH_STEP), _up(max_new_tokens, WIDTH_STEP),
+                           round_up(longest_prompt, WIDTH_STEP),
+                           round_up(max_new_tokens, WIDTH_STEP),
                            model.base_model.layers[0].self_attn.head_dim,
                            dtype=dtype, device=self.device)
         self.waiting: deque = deque()  # (ticket, prompt ids, uniforms)
         self.staged: deque[Row] = deque()
         self.rows: list[Row] = []
-        self.stream = contextlib.nullcontext()
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)  # what the default stream made is there
-            self.stream = torch.Stream(self.device)
+        self.stream = _stream(self.device)
 
     def submit(self, ticket, prompt_ids: Sequence[int], uniforms: np.ndarray) -> None:
         """Queue K responses to a prompt; uniforms, (K, max_new_tokens) float32 in [0, 1), decide
@@ -260,7 +248,7 @@ class InferenceCopy:
         return not (self.waiting or self.staged or self.rows)
 
     @property
-    def admits(self) -> bool:
+    def admits(self) -> bool:  # the next step is a prefill
         return bool(self.waiting) and len(self.rows) < self.max_rows
 
     @property
@@ -296,14 +284,13 @@ class InferenceCopy:
         # at most one each, and a prompt that is taken has one of the free rows at least.
         held = {row.slot for row in self.rows}
         free = [slot for slot in range(self.max_rows) if slot not in held]
-        prompts, started, prompt_of, uniforms, tokens = [], [], [], [], 0
-        while (self.waiting and len(started) < self.max_rows - len(self.rows)
-               and tokens < PREFILL_TOKENS):
+        free_rows = self.max_rows - len(self.rows)
+        prompts, started, prompt_of, tokens = [], [], [], 0
+        while self.waiting and len(started) < free_rows and tokens < PREFILL_TOKENS:
             ticket, prompt, samples = self.waiting.popleft()
-            for sample, own in enumerate(samples):
-                started.append(Row(ticket, sample, free[len(prompts)], len(prompt), own))
+            for sample, uniforms in enumerate(samples):
+                started.append(Row(ticket, sample, free[len(prompts)], len(prompt), uniforms))
                 prompt_of.append(len(prompts))
-                uniforms.append(own[0])
             prompts.append(prompt)
             tokens += len(prompt)
         self.staged.extend(started)
@@ -319,15 +306,15 @@ class InferenceCopy:
         last = hidden.index_select(0, pad(ends, (0, -len(ends) % 8)))
         logits = _wide(self.model.get_output_embeddings()(last))  # (prompts, V), then (n, V)
         logits = logits.index_select(0, upload(torch.tensor(prompt_of), self.device))
-        return started, self._sample(logits, np.array(uniforms))
+        return started, self._sample(logits, started)
 
     def decode(self) -> Tensor:
         """A token with its log-prob for every row, (n, 2), on the device."""
-        # The rows of a prompt are lanes of its slot, so that its keys are read once for all. Five:
-        #     row   0 1 2 3 4                 lane  0 1 2
-        #     slot  1 0 1 1 0     lanes[slot 0] =   1 4 0    filled up with 0, whose result
-        #     lane  0 0 1 2 1     lanes[slot 1] =   0 2 3    nobody reads
-        tokens, lengths, places, slots, lane_of, uniforms = [], [], [], [], [], []
+        # The rows of a prompt are lanes of its slot, which is read once for all of them:
+        #     row   0 1 2 3 4                  lane 0 1 2 3
+        #     slot  1 0 1 1 0    lanes[slot 0] =    1 4 . .    numbers of rows; `.` is 0, filling
+        #     lane  0 0 1 2 1    lanes[slot 1] =    0 2 3 .    whose result nobody reads
+        tokens, lengths, places, slots, lane_of = [], [], [], [], []
         seen = [0] * self.max_rows  # rows of each slot so far
         for row in self.rows:
             tokens.append(row.ids[-1])  # this step stores its key and value at its place
@@ -335,11 +322,10 @@ class InferenceCopy:
             places.append(len(row.ids) - 1)
             slots.append(row.slot)
             lane_of.append(seen[row.slot])
-            uniforms.append(row.uniforms[len(row.ids)])
             seen[row.slot] += 1
-        lanes = np.zeros((_up(max(slots) + 1, 4), _up(max(seen), 4)), dtype=np.int64)
+        lanes = np.zeros((round_up(max(slots) + 1, 4), round_up(max(seen), 4)), dtype=np.int64)
         lanes[slots, lane_of] = np.arange(len(slots))
-        widths = _up(max(lengths), WIDTH_STEP), _up(max(places) + 1, WIDTH_STEP)
+        widths = round_up(max(lengths), WIDTH_STEP), round_up(max(places) + 1, WIDTH_STEP)
         state = np.array([tokens, lengths, places, slots, lane_of])  # (5, n), then a multiple of 8
         state = torch.from_numpy(np.pad(state, ((0, 0), (0, -len(slots) % 8))))
         token, length, place, slot, lane = upload(state, self.device)
@@ -348,10 +334,10 @@ class InferenceCopy:
         hidden = self.model.base_model(input_ids=token[:, None], slots=self.slots, use_cache=False,
                                        position_ids=(length + place)[:, None]).last_hidden_state
         logits = _wide(self.model.get_output_embeddings()(hidden[:, 0]))
-        return self._sample(logits, np.array(uniforms))
+        return self._sample(logits, self.rows)
 
-    def _sample(self, logits: Tensor, uniforms: np.ndarray) -> Tensor:
-        """Tokens and their log-probs, (n, 2), for n uniforms and the first of the logits (.., V).
+    def _sample(self, logits: Tensor, rows: list[Row]) -> Tensor:
+        """The next tokens of n rows and their log-probs, (n, 2), from the first n logits (.., V).
         Temperature 0 takes the likeliest token, else the first whose cumulative probability is
         above uniform * total: below the total in float32, too, so there is one."""
         if self.temperature == 0:
@@ -361,11 +347,13 @@ class InferenceCopy:
                 logits = logits / self.temperature
             p = logits.softmax(-1)
             up_to = p.cumsum(-1)
-            given = torch.from_numpy(np.pad(uniforms, (0, len(p) - len(uniforms))))
-            bound = upload(given, p.device)[:, None] * up_to[:, -1:]
+            uniforms = np.zeros((len(p), 1), dtype=np.float32)
+            for number, row in enumerate(rows):
+                uniforms[number, 0] = row.uniforms[len(row.ids)]
+            bound = upload(torch.from_numpy(uniforms), p.device) * up_to[:, -1:]
             token = torch.searchsorted(up_to, bound, right=True)
         # Ids are exact in float32 up to 2**24, and one tensor is one read.
-        return torch.cat([token.to(p.dtype), p.gather(1, token).log()], 1)[:len(uniforms)]
+        return torch.cat([token.to(p.dtype), p.gather(1, token).log()], 1)[:len(rows)]
 
     def _stopped(self, row: Row) -> bool:
         return row.ids[-1] in self.stop
@@ -466,6 +454,23 @@ def frozen_copy(model, dtype: torch.dtype = torch.float32):
         for module in _linears(model):
             module.to(dtype)
     return model
+
+
+def _order_matrices(model, dtype):
+    """Store the weights of a copy by columns where that is faster: with AVX-512 a decode step's
+    products take a sixth less time, with AVX2 they would take a quarter more."""
+    if (model.device.type == "cpu" and dtype == torch.float32
+            and torch.backends.cpu.get_cpu_capability() == "AVX512"):
+        for module in _linears(model):
+            module.weight.data = module.weight.data.T.contiguous().T
+
+
+def _stream(device):
+    """A stream of its own for a copy that has just been made; a CPU has none."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    torch.accelerator.synchronize(device)  # what the default stream made is there
+    return torch.Stream(device)
 
 
 def _linears(model):
@@ -611,6 +616,7 @@ def exact_threads(model, most: int) -> int:
 
 # ---- The built-in task and its model
 
+TINY_STEPS = 400  # supervised warm-up: about 10 s on two cores
 TINY = {"learning_rate": 2e-4, "max_new_tokens": 8, "micro_batch_groups": 4}  # its defaults
 
 

@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import resource
 import shutil
+import textwrap
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,7 @@ import model as model_module
 from attention import attach, pack
 from model import (
     InferenceCopy,
+    Row,
     TriModel,
     copy_weights,
     find_devices,
@@ -135,6 +137,26 @@ def test_head_gradient_in_float64(monkeypatch):
     assert torch.autograd.gradcheck(f, (hidden, head))
     right = (hidden @ head.T / 0.7).log_softmax(-1)[range(19), targets]
     torch.testing.assert_close(f(hidden, head), right, atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [1, 2**24])
+def test_head_is_its_definition(chunk, monkeypatch):
+    """A05, A12: the two plain lines in the docstring of the hand-written head, run as they stand,
+    give its log-probs, and through autograd its gradients."""
+    monkeypatch.setattr(model_module, "HEAD_CHUNK", chunk)
+    text = model_module._HeadLogprobs.__doc__.split(":\n\n", 1)[1].split("\n\n")[0]
+    torch.manual_seed(0)
+    hidden = torch.randn(20, 48, requires_grad=True)
+    weight = torch.randn(VOCAB, 48, requires_grad=True)
+    plain = {"hidden": hidden, "weight": weight, "targets": torch.arange(20), "temperature": 0.7}
+    found = model_module._HeadLogprobs.apply(hidden, weight, plain["targets"], 0.7)[0]
+    exec(textwrap.dedent(text), plain)
+    torch.testing.assert_close(found, plain["logprobs"], atol=1e-5, rtol=0)
+    factors = torch.linspace(-1, 1, 20)
+    for one, other in zip(torch.autograd.grad((factors * found).sum(), (hidden, weight)),
+                          torch.autograd.grad((factors * plain["logprobs"]).sum(),
+                                              (hidden, weight))):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 2**24])
@@ -399,6 +421,38 @@ def test_weights_are_not_copied_under_a_request(steps):
     assert generator.version == 1
 
 
+def test_no_request_is_submitted_under_a_weight_copy(monkeypatch):
+    """A15: one that came between the look at what is in flight and the last weight would be
+    prefilled with weights of two versions. It is refused; after the copy, and after a copy that was
+    refused itself, requests are welcome."""
+    policy, request = attached(), ("t", [1, 2, 3], uniforms(2))
+    generator, refused = generator_of(policy), []
+
+    class Spied(torch.nn.Module):
+        """The copied weights; somebody submits before each."""
+
+        def named_parameters(self):
+            for item in model.named_parameters():
+                with pytest.raises(RuntimeError, match="while weights were copied") as error:
+                    generator.submit(*request)
+                refused.append(error)
+                yield item
+
+        def named_buffers(self):
+            return model.named_buffers()
+    model = generator.model
+    monkeypatch.setattr(generator, "model", Spied())
+    copy_weights(policy, generator, 1)
+    monkeypatch.undo()
+    assert len(refused) == len(list(model.parameters())) and generator.version == 1
+    assert generator.idle
+    generator.submit(*request)
+    with pytest.raises(RuntimeError, match="in flight"):
+        copy_weights(policy, generator, 2)
+    generator.submit(*request)
+    assert len(run(generator)) == 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 def test_no_cache_survives_a_weight_copy(dtype):
     """A15: after the copy the same prompt with the same uniforms gives what a fresh generator with
@@ -639,7 +693,8 @@ def test_uniforms_at_the_ends(uniform, temperature):
     logits = torch.randn(200, 5000, generator=torch.Generator().manual_seed(0)) * 5
     logits[:, :7] = logits[:, -9:] = -torch.inf
     logits[:50, 7:2000] = -200.0  # exp underflows
-    tokens, logprobs = generator._sample(logits, np.full(200, uniform, np.float32)).numpy().T
+    row = Row("t", 0, 0, 1, np.full(1, uniform, np.float32))
+    tokens, logprobs = generator._sample(logits, [row] * 200).numpy().T
     probability = (logits / temperature).softmax(-1)[range(200), tokens.astype(int)]
     assert (probability > 0).all()
     assert np.allclose(np.exp(logprobs), probability, rtol=1e-3)
