@@ -25,8 +25,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# One mask must serve all layers. Add an architecture once tests/test_attention.py holds for it.
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 GROUPED = ("cpu", "npu")  # devices whose fused kernels take grouped queries, see _fused
 BOOLEAN = ("npu",)        # and those that want a mask as bool, see Packed.masks_for
 
@@ -342,6 +340,12 @@ KINDS = {"shared": _shared, "dense": _dense}
 # position ids for packed documents, which reads a value back to the host.
 for _kind, _over_packed in KINDS.items():
     ALL_ATTENTION_FUNCTIONS.register(f"{_kind}_prompt", partial(_attention, _over_packed))
+
+
+# ---- The method ends here. What follows: into which models it may be put.
+
+# One mask must serve all layers. Add an architecture once tests/test_attention.py holds for it.
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def refuse(config) -> None:

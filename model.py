@@ -670,9 +670,8 @@ def layer_bytes(config, tokens: int, queries: int, keys: int, dtype: torch.dtype
     """What one layer saves for its backward pass of a micro-batch of T `tokens`, with so many
     places of queries and of keys in attention (`Packed`). As transformers 5.24 computes it."""
     half = dtype.itemsize
-    size = config.head_dim or config.hidden_size // config.num_attention_heads
-    query, key = (size * heads for heads in (config.num_attention_heads,
-                                             config.num_key_value_heads))
+    query = _head_size(config) * config.num_attention_heads
+    key = _head_size(config) * config.num_key_value_heads
     # Of each norm what goes in and is normalised, in float32; what comes out once in float32, or
     # in a bfloat16 copy for each of the five matrices that take it. Of the MLP gate, its silu, up,
     # and their product. Of attention what the last matrix takes; queries, output, a float of the
@@ -685,13 +684,15 @@ def layer_bytes(config, tokens: int, queries: int, keys: int, dtype: torch.dtype
             + keys * 2 * half * key)
 
 
-def memory_plan(*, model: str, dtype: str, beta: float, recompute: bool, rows: int, samples: int,
-                max_prompt_tokens: int, max_new_tokens: int, micro_batch_tokens: int,
-                micro_batch_groups: int, train_devices: str, rollout_devices: str,
-                **_) -> tuple[str, dict[str, float], str]:
-    """Of every stage of the trainer and every inference copy what it will hold, in GiB: a table,
-    the sum of each device, and a sentence where one has too little ("" where none has). Raises
-    ValueError for a model that has no config to read."""
+def _head_size(config) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def plan(*, model: str, dtype: str, beta: float, recompute: bool, rows: int, samples: int,
+         max_prompt_tokens: int, max_new_tokens: int, micro_batch_tokens: int,
+         micro_batch_groups: int, train_devices: str, rollout_devices: str, **_) -> list[tuple]:
+    """What every stage of the trainer, then every inference copy, will hold: (role, its layers,
+    {part: GiB}). Raises ValueError for a model that has no config to read."""
     train = _device_names(train_devices or str(find_devices("")[0]))
     rollout = _device_names(rollout_devices) if rollout_devices else train[:1]
     try:
@@ -699,49 +700,53 @@ def memory_plan(*, model: str, dtype: str, beta: float, recompute: bool, rows: i
     except Exception as error:  # as in `load`
         raise ValueError(f"no plan for the model {model}: {_first_line(error)}") from None
     refuse(config)
-    dtype, gib = getattr(torch, dtype), 2**30
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    copied, layers = frozen_copy(policy, dtype), config.num_hidden_layers
-    where, edges = layout(config, range(len(train))), stage_edges(layers, len(train))
-    config.head_dim = policy.base_model.layers[0].self_attn.head_dim
+    dtype = getattr(torch, dtype)
+    copied, layers, places = frozen_copy(policy, dtype), config.num_hidden_layers, len(train)
+    where, edges = layout(config, range(places)), stage_edges(layers, places)
 
-    def weights(model, stage, only=None):
-        """Bytes of a stage's; a tied one counts once, as the embedding."""
+    def weights(model, stage, dtype=None):
+        """Bytes of a stage's, of one dtype or all; a tied one counts once, as the embedding."""
         return sum(p.nbytes for name, p in model.named_parameters() for module, its in where.items()
-                   if name.startswith(f"{module}.") and its == stage
-                   and (only is None or p.dtype == only))
-    # A micro-batch of as many tokens as there may be. Its keys: its own, and for each response its
-    # prompt's.
+                   if name.startswith(f"{module}.") and its == stage and dtype in (None, p.dtype))
+    # A micro-batch of as many tokens as there may be: keys are its own, and for each response its
+    # prompt's; masks are a ladder, each half as high and wide as the second next.
     keys = micro_batch_tokens + micro_batch_groups * samples * max_prompt_tokens
     saved = layer_bytes(config, micro_batch_tokens, micro_batch_tokens, keys, dtype)
     inputs = 4 * config.hidden_size * micro_batch_tokens
-    # A ladder of classes of lengths, each half as wide and as high as the second next.
     masks = 2 * dtype.itemsize * max_new_tokens * (max_prompt_tokens + max_new_tokens)
-    parts = []
+    roles = []
     for stage, device in enumerate(train):
-        own = weights(policy, stage)
-        flights = len(train) - stage  # 1F1B keeps a micro-batch for each stage that follows, too
+        own, flights = weights(policy, stage), places - stage  # 1F1B: one for each stage behind it
         kept = flights * (edges[stage + 1] - edges[stage])
-        activations = kept * inputs + saved if recompute else kept * saved
-        last = stage == len(train) - 1
-        parts.append((f"{device} train", f"{edges[stage]}-{edges[stage + 1] - 1}", {
+        roles.append((f"{device} train", f"{edges[stage]}-{edges[stage + 1] - 1}", {
             "parameters": own, "gradients": own, "Adam": 2 * own,
             "reference": weights(copied, stage) if beta else 0,
             "bfloat16 weights": weights(copied, stage, torch.bfloat16),
-            "activations": activations + flights * masks,
-            "head": 12 * HEAD_CHUNK + 3 * inputs if last else 0}))
-    slots = 2 * layers * config.num_key_value_heads * config.head_dim * dtype.itemsize * rows * (
-        max_prompt_tokens + max_new_tokens)
+            "activations": (kept * inputs + saved if recompute else kept * saved) + flights * masks,
+            "head": 12 * HEAD_CHUNK + 3 * inputs if flights == 1 else 0}))
+    token = 2 * layers * config.num_key_value_heads * _head_size(config) * dtype.itemsize
     for device in rollout:
-        whole = sum(p.nbytes for p in copied.parameters())
-        parts.append((f"{device} generate", f"0-{layers - 1}", {"weights": whole, "slots": slots}))
+        roles.append((f"{device} generate", f"0-{layers - 1}", {
+            "weights": sum(p.nbytes for p in copied.parameters()),
+            "slots": token * rows * (max_prompt_tokens + max_new_tokens)}))
+    return [(role, which, {part: size / 2**30 for part, size in held.items()})
+            for role, which, held in roles]
+
+
+def memory_plan(**settings) -> tuple[str, dict[str, float], str]:
+    """A plan as a table, GiB of each device, and a sentence if one has too little, else ""."""
     totals, lines = defaultdict(float), []
-    for role, its_layers, held in parts:
-        totals[role.split()[0]] += sum(held.values()) / gib
-        lines.append(f"{role:15} layers {its_layers:6} "
-                     + "  ".join(f"{name} {x / gib:.1f}" for name, x in held.items()))
-    return "\n".join(lines), dict(totals), _too_much(totals)
+    for role, layers, held in plan(**settings):
+        totals[role.split()[0]] += sum(held.values())
+        lines.append(f"{role:15} layers {layers:6} "
+                     + "  ".join(f"{part} {size:.1f}" for part, size in held.items()))
+    over = [f"{name} would hold {total:.1f} GiB of {device_gib(name):.0f}"
+            for name, total in totals.items() if total > device_gib(name)]
+    helps = ("--recompute, --dtype bfloat16, lower --micro-batch-tokens or --rows, --beta 0, or "
+             "more devices would help")
+    return "\n".join(lines), dict(totals), f"{'; '.join(over)}: {helps}" if over else ""
 
 
 def _device_names(listed: str) -> list[str]:
@@ -750,18 +755,11 @@ def _device_names(listed: str) -> list[str]:
             for name in listed.replace(" ", "").split(",")]
 
 
-def _too_much(totals: dict[str, float]) -> str:
-    over = []
-    for name, total in totals.items():
-        if name.startswith("cpu"):
-            there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        else:
-            try:
-                there = torch.accelerator.get_memory_info(name)[1] / 2**30
-            except (RuntimeError, ValueError, AssertionError):  # none such here
-                there = USUAL_GIB.get(name.split(":")[0], 64.0)
-        if total > there:
-            over.append(f"{name} would hold {total:.1f} GiB of {there:.0f}")
-    helps = ("--recompute, --dtype bfloat16, lower --micro-batch-tokens or --rows, --beta 0, or "
-             "more devices would help")
-    return f"{'; '.join(over)}: {helps}" if over else ""
+def device_gib(name: str) -> float:
+    """Memory of a device."""
+    if name.startswith("cpu"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    try:
+        return torch.accelerator.get_memory_info(name)[1] / 2**30
+    except (RuntimeError, ValueError, AssertionError):  # none such here
+        return USUAL_GIB.get(name.split(":")[0], 64.0)

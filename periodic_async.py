@@ -309,24 +309,22 @@ class Trainer:
         groups, self.groups = self.groups, []
         await self.worker.run("train", self._train, groups)
 
-    # All that follows runs in the worker's thread.
+    # All below runs in the worker's thread.
 
     def _train(self, groups: list[Group]) -> None:
         config, samples = self.config, []
         for group in groups:
-            advantages = group_advantages(group.rewards, scale=config.loss != "dr_grpo")
-            advantages = advantages.nan_to_num(0.0).tolist()
-            own = []
-            for response, reward, advantage in zip(group.responses, group.rewards, advantages):
-                cut_off = config.mask_truncated and not response.finished
-                keep = not (cut_off or math.isnan(reward))
-                own.append(Sample(group, response, advantage, keep))
-                if keep:
-                    self.unmasked_tokens += len(response.ids)
+            advantages = group_advantages(group.rewards, scale=config.loss != "dr_grpo").tolist()
+            for number, response in enumerate(group.responses):
+                unscored = math.isnan(group.rewards[number])
+                if unscored:
+                    advantages[number] = 0.0
+                keep = not (unscored or (config.mask_truncated and not response.finished))
+                samples.append(Sample(group, response, advantages[number], keep))
+                self.unmasked_tokens += len(response.ids) * keep
             # Equal rewards give advantages of zero: without a KL term the group has no gradient.
-            if config.beta or any(advantages):
-                samples += own
-            else:
+            if not config.beta and not any(advantages):
+                del samples[-len(advantages):]
                 self.skipped += 1
         while samples:
             fitting = self._fitting(samples)

@@ -57,11 +57,11 @@ def measured(given, out):
     shared = periodic_async.thread("all cores")
     run = shared.submit(set_up, config, out, shared).result()
     run.generator.copies[0].stop = np.array([], dtype=np.int64)
-    history = asyncio.run(run_periods(run, out))
+    history = asyncio.run(run_periods(run))
     responses = given.prompts * given.samples
     for period in history:
         assert period["tokens"] == responses * given.new_tokens
-        problems = run.rows[period["period"] * given.prompts:][:given.prompts]
+        problems = run.problems[period["period"] * given.prompts:][:given.prompts]
         period["tokens"] += given.samples * sum(len(p.prompt_ids) for p in problems)
     return history, run.timeline.blocks()
 

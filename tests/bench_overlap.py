@@ -83,7 +83,7 @@ def main():
 
 def measure(given, run):
     fix_lengths(run.generator.copies[0], given.new_tokens)
-    problems = draw_problems(run.rows, 0, 0, given.groups)
+    problems = draw_problems(run.problems, 0, 0, given.groups)
     timelines = {}
 
     async def period(generator, trainer, overlap):

@@ -112,8 +112,9 @@ class Copy:
 
 
 def generation(period: Period) -> Iterator[tuple[float, float, list[int]]]:
-    """Steps of all copies at once, which end with the slowest (`Generator._step`): seconds, share
-    of the copies' time at work, prompts whose last response ended. Steps that end none are one."""
+    """Steps of all copies at once, which end with the slowest (`Generator._advance`): seconds,
+    share of the copies' time at work, prompts whose last response ended. Steps that end none are
+    one."""
     copies = [Copy(period) for _ in range(period.copies)]
     longest = max(map(max, period.lengths))
     for prompt, lengths in enumerate(period.lengths):  # to the copy with the least waiting tokens
@@ -171,7 +172,7 @@ class Pipeline:
             self.backward_passes(len(self.tokens) - 1)
 
     def backward_passes(self, newest: int) -> None:
-        """1F1B, as `Trainer._backward_passes` launches it."""
+        """1F1B, as `Trainer._back_by_one_stage` launches it."""
         last = len(self.queues) - 1
         for stage in reversed(range(last + 1)):
             number = newest - (last - stage)
@@ -283,13 +284,13 @@ class Probes:
         self.run, self.setting = run, setting
         self.copy, = run.generator.copies
         self.coming = fix_lengths(self.copy)
-        self.problems = draw_problems(run.rows, 0, 0, setting.groups)
+        self.problems = draw_problems(run.problems, 0, 0, setting.groups)
         self.number, self.rng = itertools.count(), np.random.default_rng(1)
 
     async def steps(self, prompts: int, wide: bool) -> tuple[float, float]:
         """Seconds of a prefill of so many prompts, and of a decode step of all their responses."""
         worker, copy, most = self.run.generator.worker, self.copy, self.setting.longest
-        step = self.run.generator._step
+        step = self.run.generator._advance
         for problem in self.problems[:prompts]:
             self.coming.append([most if wide else PROBE_STEPS + 1] * self.setting.samples)
             copy.submit(next(self.number), problem.prompt_ids,

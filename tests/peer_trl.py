@@ -115,7 +115,7 @@ def ours(policy, reference, groups, kind, masked):
     trainer.sums, found = {}, {}
     for micro_batch in trainer.batches:
         micro_batch.old = micro_batch.sampled
-        trainer._backward(micro_batch)
+        trainer._forward_backward(micro_batch)
     trainer.optimizer.register_step_pre_hook(lambda *_: found.update(
         (name, p.grad.clone()) for name, p in policy.named_parameters()))
     trainer._optimizer_step()

@@ -389,7 +389,7 @@ def test_killed_while_saving(straight, child, tmp_path, monkeypatch, when, at, s
     assert left(out) == stays
     saving, real = [], periodic_async.save
     monkeypatch.setattr(periodic_async, "save",
-                        lambda run, out: (saving.append(left(out)), real(run, out)))
+                        lambda run: (saving.append(left(run.out)), real(run)))
     train(resumed)
     assert saving[0] == [found for found in stays if not found.startswith(".")]
     assert left(out) == [name(3)]
@@ -511,7 +511,7 @@ def test_what_is_no_checkpoint_displaces_none(straight, tmp_path, capfd, stray, 
 def test_a_checkpoint_is_a_hugging_face_folder(straight, warm_folder, tmp_path, attention):
     """Any tool loads it, bit for bit: no trace of this program's attention in its config."""
     run = made_run(warm_folder, tmp_path, periods=1, save_every=1, attention=attention)
-    asyncio.run(periodic_async.run_periods(run, tmp_path))
+    asyncio.run(periodic_async.run_periods(run))
     folder, policy = tmp_path / name(1), run.trainer.models.policy
     stock = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -535,9 +535,9 @@ def test_weights_that_are_not_finite_are_never_saved(straight, child, tmp_path, 
     """A23: bad checkpoints would rotate the good ones out; exit code 1, the one before stays."""
     right, out = straight(8), tmp_path / "out"
     before = contents(right.copied(out, 1) / name(1))
-    plant = ("real = pa.Trainer._step\ndef step(self):\n    result = real(self)\n"
+    plant = ("real = pa.Trainer._end_period\ndef step(self):\n    result = real(self)\n"
              f"    self.parameters[-1].data.view(-1)[-1] = float('{bad}')\n    return result\n"
-             "pa.Trainer._step = step")
+             "pa.Trainer._end_period = step")
     code, err = child(plant, right.again(out, resume=True, keep=1)).ended()
     assert code == 1 and "not all weights are finite" in "\n".join(err)
     assert err[-1].startswith(f"the run failed; {out / name(1)} is saved")
@@ -647,9 +647,9 @@ def test_a_rewards_worker_process_that_dies(straight, child, tmp_path, schedule)
 
 
 @pytest.mark.parametrize(("task", "schedule"), [
-    ("produce", "async"), ("produce", "sync"), ("finish", "async"), ("Scorer._reward", "sync")])
-def test_a_cancelled_rollout_ends_the_process(straight, child, tmp_path, schedule, task):
-    """A06: by whatever hand a rollout or its scoring is cancelled in a whole run: no hang."""
+    ("finish", "async"), ("Scorer._reward", "sync")])
+def test_a_cancelled_scoring_ends_the_process(straight, child, tmp_path, schedule, task):
+    """A06: by whatever hand the scoring of a rollout is cancelled in a whole run: no hang."""
     (tmp_path / "reward.py").write_text(BROKEN.replace("{task}", task))
     code, err = child("", straight(8).again(
         tmp_path / "out", reward=f"{tmp_path}/reward.py:cancels", schedule=schedule, rows=4,
@@ -659,10 +659,9 @@ def test_a_cancelled_rollout_ends_the_process(straight, child, tmp_path, schedul
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("which", ["produce", "finish"])
 @pytest.mark.parametrize("key", [1, 2, 3])
-def test_a_cancelled_rollout_ends_the_period(overlap, which, key):
-    """A06: nobody waits for ever for the group that a cancelled rollout does not bring."""
+def test_a_cancelled_scoring_ends_the_period(overlap, key):
+    """A06: nobody waits for ever for the group that a cancelled scoring does not bring."""
     async def score(problem, responses):
         await asyncio.sleep(0.2)
         return [1.0] * len(responses)
@@ -670,20 +669,20 @@ def test_a_cancelled_rollout_ends_the_period(overlap, which, key):
     def cancel():
         coroutines = {task: task.get_coro() for task in asyncio.all_tasks()}
         found, = (task for task, coroutine in coroutines.items()
-                  if coroutine.__name__ == which
+                  if coroutine.__name__ == "finish"
                   and coroutine.cr_frame.f_locals["problem"].key == key)
         found.cancel()
-        cancelled.append(which)
+        cancelled.append(key)
 
     async def period():
-        asyncio.get_running_loop().call_later(0.005 if which == "produce" else 0.1, cancel)
+        asyncio.get_running_loop().call_later(0.1, cancel)
         async with asyncio.timeout(5):
             await run_period(SlowGenerator(0.02), Recorder(), problems([1, 2, 3]), 2, score,
                              overlap)
     cancelled = []
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(period())
-    assert cancelled == [which]
+    assert cancelled == [key]
 
 
 @pytest.mark.parametrize("out", ["{file}/below", "{file}", "/proc/x"])

@@ -224,8 +224,9 @@ def test_no_two_streams_of_random_numbers_coincide(monkeypatch):
         model._tiny(seed)
         source = "sampling"
         for version, problem in itertools.product(range(3), ROWS[:3]):
-            copy = SimpleNamespace(tokens_waiting=0, limit=4, version=version, submit=lambda future,
-                                   ids, uniforms: future.set_result([]))
+            copy = SimpleNamespace(
+                tokens_waiting=0, max_new_tokens=4, version=version, temperature=1.0, idle=True,
+                submit=lambda future, ids, uniforms: future.set_result([]))
             asyncio.run(Generator([copy], None, seed).generate(problem, 2))
     assert len({stream[0] for stream in made}) == 4 and len(made) == 3 * (3 + 3 + 1 + 9 * 2)
     assert len({(*stream[1:3], *stream[4:]) for stream in made}) == len(made)

@@ -673,7 +673,7 @@ def test_one_answer_is_greedy_and_of_the_weights_as_they_are(random_folder, tmp_
                                             learning_rate=3e-2))
     del settings["model"], settings["out"]
     run = made_run(random_folder, tmp_path, **settings)
-    asyncio.run(run_periods(run, tmp_path))
+    asyncio.run(run_periods(run))
     AutoTokenizer.from_pretrained(random_folder).save_pretrained(tmp_path / "trained")
     run.trainer.models.policy.save_pretrained(tmp_path / "trained")
     found = [[r["responses"] for r in lines(tmp_path / f"eval-{n:06d}.jsonl")] for n in (0, 2)]
@@ -767,7 +767,7 @@ def test_real_model_answers_as_generate_does(tmp_path):
         answers[problem] = await generate(problem, samples)
         return answers[problem]
     run.generator.generate = noted
-    asyncio.run(run_periods(run, tmp_path))
+    asyncio.run(run_periods(run))
     assert len(answers) == limit
     stock = AutoModelForCausalLM.from_pretrained(SMOLLM2)
     for problem, (response,) in answers.items():

@@ -98,7 +98,7 @@ def test_steps_are_those_of_inference_copies(number):
         copy.submit(prompt, [1] * period.prompts[prompt], np.zeros((3, 39), np.float32))
     while busy := [copy for copy in copies if not copy.idle]:
         now += 1
-        real |= {prompt: now for prompt, *_ in Generator(copies, None, 0)._step(busy)}
+        real |= {prompt: now for prompt, *_ in Generator(copies, None, 0)._advance(busy)}
     now = 0
     for seconds, _, complete in generation(period):
         now += seconds
