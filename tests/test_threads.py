@@ -1,5 +1,6 @@
 """Bits do not depend on the number of threads, which lent cores change from call to call: silu,
 every operation of a pass, the built-in model, whole runs. And how many cores a run may use."""
+import asyncio
 import copy
 import hashlib
 import os
@@ -18,7 +19,7 @@ import model
 import periodic_async
 from attention import attach, pack
 from model import InferenceCopy, exact_threads, frozen_copy, load, place, token_logprobs
-from periodic_async import train, usable_cores
+from periodic_async import Timeline, Worker, train, usable_cores
 
 slow = pytest.mark.slow
 DTYPES = torch.float32, torch.bfloat16, torch.float64
@@ -228,6 +229,23 @@ def test_bits_do_not_depend_on_threads(rows):
         ended, logprobs, grads = in_threads(count, a_pass, policy, rows)
         assert ended == one[0] and torch.equal(logprobs, one[1])
         assert all(map(torch.equal, grads, one[2]))
+
+
+def test_no_more_threads_than_are_exact(tmp_path):
+    """Products of few columns: with the threads allowed those of a pass's fewest rows are one
+    thread's, never more than asked for; and a side works on no more."""
+    policy = wide_model("llama", 128)
+    assert [exact_threads(policy, most) for most in (1, 2)] == [1, 2]
+    most = exact_threads(policy, 16)
+    weights = [layer.weight for layer in model._linears(policy)]
+    for rows in (8, 16, 40, 64):
+        def products():
+            return [(torch.ones(rows, w.shape[1]).cumsum(0) / 7 @ w.T).detach() for w in weights]
+        one = in_threads(1, products)
+        for count in range(1, most + 1):
+            assert all(map(torch.equal, in_threads(count, products), one)), (rows, count)
+    worker = Worker("train", Timeline(tmp_path / "trace.json"), most=1)
+    assert asyncio.run(worker.run("train", torch.get_num_threads)) == 1
 
 
 # ------------------------------------------------------------------------------ models and runs
