@@ -192,23 +192,6 @@ def length_class(before: int, length: int) -> tuple[int, int]:
     return before, int(2 * math.log2(length))
 
 
-class ComputedTokens:
-    """`cost()["tokens_computed"]` of pieces that are added one by one, with `multiple` 8."""
-
-    def __init__(self):
-        self.count, self.longest = Counter(), Counter()  # of each class
-
-    def add(self, before: int, length: int) -> None:
-        """A prompt (before is 0), or a response to a prompt of `before` tokens."""
-        filled = round_up(length, 8)
-        kind = length_class(before, filled)
-        self.count[kind] += 1
-        self.longest[kind] = max(self.longest[kind], filled)
-
-    def total(self) -> int:
-        return sum(self.count[kind] * self.longest[kind] for kind in self.count)
-
-
 def _calls(pieces: list[tuple[int, int, int, int]], multiple: int) -> tuple:
     """The calls of attention over (first place, length; of its prompt: first place, length), their
     places of queries and keys, and where each place went among the queries."""
@@ -342,7 +325,24 @@ for _kind, _over_packed in KINDS.items():
     ALL_ATTENTION_FUNCTIONS.register(f"{_kind}_prompt", partial(_attention, _over_packed))
 
 
-# ---- The method ends here. What follows: into which models it may be put.
+# ---- The method ends here. What follows: what a micro-batch costs; which models are served.
+
+class ComputedTokens:
+    """`cost()["tokens_computed"]` of pieces that are added one by one, with `multiple` 8."""
+
+    def __init__(self):
+        self.count, self.longest = Counter(), Counter()  # of each class
+
+    def add(self, before: int, length: int) -> None:
+        """A prompt (before is 0), or a response to a prompt of `before` tokens."""
+        filled = round_up(length, 8)
+        kind = length_class(before, filled)
+        self.count[kind] += 1
+        self.longest[kind] = max(self.longest[kind], filled)
+
+    def total(self) -> int:
+        return sum(self.count[kind] * self.longest[kind] for kind in self.count)
+
 
 # One mask must serve all layers. Add an architecture once tests/test_attention.py holds for it.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")

@@ -484,21 +484,8 @@ class Worker:
             self.working.discard(self.side)
 
 
-def thread(name: str) -> ThreadPoolExecutor:
-    """One thread for torch work."""
-    def begin():
-        """In the thread, before its first work."""
-        # Sets up torch's pool now: done later, that would undo `set_num_threads` in other threads.
-        torch.get_num_threads()
-        # The bfloat16 casts of weights are kept for all passes of a step. Autocast's cache is one
-        # for the process, and leaving an outermost autocast in any thread empties it: no thread of
-        # a run ever has an outermost one, and `Trainer` empties the cache after each step.
-        torch.autocast_increment_nesting()
-    return ThreadPoolExecutor(1, name, initializer=begin)
-
-
-# ---- The method ends here. What follows makes it a program: flags; the timeline; reading and
-# scoring; a run from set-up to summary; checkpoints; the command.
+# ---- The method ends here. What follows makes it a program: flags; threads and the timeline;
+# reading and scoring; a run from set-up to summary; checkpoints; the command.
 
 # ---- Flags
 
@@ -606,7 +593,20 @@ class Config:
         return config
 
 
-# ---- The timeline
+# ---- Threads and the timeline
+
+def thread(name: str) -> ThreadPoolExecutor:
+    """One thread for torch work."""
+    def begin():
+        """In the thread, before its first work."""
+        # Sets up torch's pool now: done later, that would undo `set_num_threads` in other threads.
+        torch.get_num_threads()
+        # The bfloat16 casts of weights are kept for all passes of a step. Autocast's cache is one
+        # for the process, and leaving an outermost autocast in any thread empties it: no thread of
+        # a run ever has an outermost one, and `Trainer` empties the cache after each step.
+        torch.autocast_increment_nesting()
+    return ThreadPoolExecutor(1, name, initializer=begin)
+
 
 class Timeline:
     """Who worked when in a period: spans (side, name, start, end) of `perf_counter`. Written as a

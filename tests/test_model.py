@@ -928,53 +928,6 @@ def test_device_work_has_no_float64_and_no_host_reads(dtype):
     assert not reads & {name.split(".")[1] for name in watch.operations}
 
 
-@pytest.fixture
-def wider():
-    """Wide enough for torch to use a second thread."""
-    model = small_model(hidden_size=192, intermediate_size=384, vocab_size=3001)
-    threads = torch.get_num_threads()
-    yield attach(model.train())
-    torch.set_num_threads(threads)
-
-
-def in_threads(count, work):
-    torch.set_num_threads(count)
-    return work()
-
-
-@pytest.mark.parametrize("rows", [
-    1, 2, 3, 5, 7, 8, 9, 16, 33, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (
-        4, 6, *range(10, 16), 23, 24, 25, 31, 32, 47, 48, 63))])
-def test_bits_do_not_depend_on_threads(wider, rows):
-    """Lent cores change no bit: prefill and decode of 1 to 64 rows, and a packed pass over as many
-    ragged responses, its gradient included, are the same on one thread and on two."""
-    copy = frozen_copy(wider)
-    prompts = [ids(3 + n % 9, n) for n in range(-(-rows // 4))]
-    wanted = [min(4, rows - 4 * n) for n in range(len(prompts))]
-
-    def generate_and_train():
-        generator = InferenceCopy(copy, [], rows=rows, longest_prompt=12, max_new_tokens=4)
-        for n, (prompt, k) in enumerate(zip(prompts, wanted)):
-            uniforms = np.random.default_rng(n).random((k, 4), dtype=np.float32)
-            generator.submit(n, prompt, uniforms)
-        ended = []
-        while not generator.idle:
-            ended += step(generator)
-        responses = [[tokens[:1 + k % 4] for m, k, tokens, _, _ in ended if m == n]
-                     for n in range(len(prompts))]
-        wider.get_input_embeddings().sparse = True  # and gradients that exist: as in the trainer
-        for p in wider.parameters():
-            p.grad = torch.zeros_like(p)
-        logprobs = token_logprobs(wider, pack(prompts, responses, multiple=8))
-        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
-        return ended, logprobs.detach(), [p.grad.clone() for p in wider.parameters()]
-
-    one, two = in_threads(1, generate_and_train), in_threads(2, generate_and_train)
-    assert one[0] == two[0]
-    assert torch.equal(one[1], two[1])
-    assert all(torch.equal(a, b) for a, b in zip(one[2], two[2]))
-
-
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
 def test_freed_memory_is_kept_for_the_next_block_of_its_size():
     """Otherwise every micro-batch pays page faults for the activations of the one before it."""

@@ -13,8 +13,8 @@ from periodic_async import Config, flag
 
 ROOT = Path(__file__).parent.parent
 # Lines at most: of the method, above the border, and of the file.
-LINES = {"grpo.py": (160, 450), "attention.py": (330, 380), "model.py": (400, 760),
-         "periodic_async.py": (500, 1160)}
+LINES = {"grpo.py": (160, 450), "attention.py": (330, 380), "model.py": (400, 770),
+         "periodic_async.py": (490, 1160)}
 BORDER = "# ---- The method ends here"
 OURS = {"grpo": set(), "attention": set(), "model": {"attention"},
         "periodic_async": {"attention", "grpo", "model"}}
@@ -37,8 +37,8 @@ def test_size():
         for node in ast.walk(ast.parse(source(name))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno - node.lineno < 60, f"{name}: {node.name}"
-    assert methods <= 1350
-    assert sum(len(source(name).splitlines()) for name in LINES) <= 2650
+    assert methods <= 1360
+    assert sum(len(source(name).splitlines()) for name in LINES) <= 2700
     for path in [*ROOT.glob("*.py"), *ROOT.glob("tests/**/*.py")]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert len(line) <= 100, f"{path.name}:{number}"
@@ -78,7 +78,7 @@ def test_readme_names_every_flag_and_metric():
     produced = set(re.findall(r'"([a-z_]+)":', part))
     for start, stop in (("def _metrics", "class Worker"),
                         ('return {"seconds"', "def blocks"),
-                        ('result = {"schedule"', "def train(")):
+                        ('result = {"schedule"', "weights.hexdigest()")):
         part = source("periodic_async.py").split(start)[1].split(stop)[0]
         produced |= set(re.findall(r'"([a-z0-9_]+)":', start + part))
     assert len(produced) > 25

@@ -1,5 +1,6 @@
 """Bits do not depend on the number of threads, which lent cores change from call to call: silu,
 every operation of a pass, the built-in model, whole runs. And how many cores a run may use."""
+import asyncio
 import copy
 import hashlib
 import os
@@ -18,7 +19,7 @@ import model
 import periodic_async
 from attention import attach, pack
 from model import InferenceCopy, exact_threads, frozen_copy, load, place, token_logprobs
-from periodic_async import train, usable_cores
+from periodic_async import Timeline, Worker, train, usable_cores
 
 slow = pytest.mark.slow
 DTYPES = torch.float32, torch.bfloat16, torch.float64
@@ -191,15 +192,15 @@ def recorded(policy, rows):
 
 
 def wide_model(architecture, width):
-    """Wide enough for torch to use several threads."""
+    """Wide enough for torch to use several threads, whose parts of silu end anywhere."""
     return place(attach(small_model(
-        architecture, hidden_size=width, intermediate_size=8 * width // 3 // 8 * 8,
+        architecture, hidden_size=width, intermediate_size=8 * width // 3 // 8 * 8 + 8,
         num_attention_heads=width // 32, num_key_value_heads=width // 64,
         vocab_size=3001).train()), ["cpu"])
 
 
 @pytest.mark.parametrize(("architecture", "width", "rows", "threads"), [
-    ("llama", 576, 16, (3, 8)), ("qwen2", 128, 24, (3, 8)),
+    ("llama", 576, 16, (3, 8)), ("qwen2", 128, 64, (3, 8)),
     *(pytest.param(architecture, width, rows, (2, 3, 4, 6, 8, 16), marks=slow)
       for architecture in ("llama", "qwen2") for width in (128, 576) for rows in (13, 40, 64))])
 def test_no_operation_depends_on_threads(architecture, width, rows, threads):
@@ -230,6 +231,23 @@ def test_bits_do_not_depend_on_threads(rows):
         assert all(map(torch.equal, grads, one[2]))
 
 
+def test_no_more_threads_than_are_exact(tmp_path):
+    """Products of few columns: with the threads allowed those of a pass's fewest rows are one
+    thread's, never more than asked for; and a side works on no more."""
+    policy = wide_model("llama", 128)
+    assert [exact_threads(policy, most) for most in (1, 2)] == [1, 2]
+    most = exact_threads(policy, 16)
+    weights = [layer.weight for layer in model._linears(policy)]
+    for rows in (8, 16, 40, 64):
+        def products():
+            return [(torch.ones(rows, w.shape[1]).cumsum(0) / 7 @ w.T).detach() for w in weights]
+        one = in_threads(1, products)
+        for count in range(1, most + 1):
+            assert all(map(torch.equal, in_threads(count, products), one)), (rows, count)
+    worker = Worker("train", Timeline(tmp_path / "trace.json"), most=1)
+    assert asyncio.run(worker.run("train", torch.get_num_threads)) == 1
+
+
 # ------------------------------------------------------------------------------ models and runs
 
 def test_the_built_in_model_is_one(monkeypatch):
@@ -247,27 +265,35 @@ def test_the_built_in_model_is_one(monkeypatch):
 
 @pytest.fixture(scope="session")
 def wide_folder(tmp_path_factory, random_folder):
-    """The tokenizer of the embedded model with a random model of width 576."""
+    """The tokenizer of the embedded model with a random model of width 576, and a reward that tells
+    its responses apart."""
     folder = tmp_path_factory.mktemp("wide")
+    (folder / "reward.py").write_text(
+        "async def varied(response, _):\n    return sum(map(ord, response)) % 3")
     for part in load(str(random_folder))[1], small_model(
-            vocab_size=99, hidden_size=576, intermediate_size=1536, num_attention_heads=9,
+            vocab_size=99, hidden_size=576, intermediate_size=1544, num_attention_heads=9,
             num_key_value_heads=3, bos_token_id=1, eos_token_id=2):
         part.save_pretrained(folder)
     return folder
 
 
+# Enough tokens in a micro-batch for torch to use several threads.
+FULL = {"prompts": 8, "samples": 16, "rows": 64, "micro_batch_groups": 8}
+
+
 @pytest.mark.parametrize(("kind", "cores", "changes"), [
-    ("warm", (1, 3, 8), {}), ("random", (1, 3, 8), {"periods": 2}),
-    ("wide", (1, 3), {"periods": 2, "prompts": 2}),
+    ("warm", (1, 3, 8), FULL | {"periods": 2}), ("random", (1, 3), FULL | {"periods": 1}),
+    ("wide", (1, 3), {"periods": 1}),
     *(pytest.param(kind, (1, 2, 3, 4, 6, 8, 16), changes, marks=slow)
       for kind in ("warm", "random", "wide")
-      for changes in ({}, {"prompts": 16, "samples": 16, "rows": 64, "micro_batch_groups": 4},
-                      {"inner_steps": 2, "loss": "dapo"}))])
+      for changes in ({}, FULL, FULL | {"inner_steps": 2, "loss": "dapo"}))])
 def test_runs_do_not_depend_on_cores(request, tmp_path, monkeypatch, kind, cores, changes):
     """C01: both schedules with lent cores end in the same rollouts and weights for every number of
     cores. With stock silu they did not with 3, 6 and 8. The random models' responses are of all
     lengths, cut off or not."""
     folder, seen = request.getfixturevalue(f"{kind}_folder"), {}
+    if kind == "wide":
+        changes = {"reward": f"{folder / 'reward.py'}:varied"} | changes
     for count in cores:
         monkeypatch.setattr(periodic_async, "CORES", count)
         for schedule in ("async", "sync"):
