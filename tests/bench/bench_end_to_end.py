@@ -1,6 +1,6 @@
 """Tokens a second of whole periods: the program's own loop, on work another trainer can repeat.
 
-    python tests/bench_end_to_end.py MODEL DATA [--prompts 4] [--shots 0] [--bf16]
+    python tests/bench/bench_end_to_end.py MODEL DATA [--prompts 4] [--shots 0] [--bf16]
 
 DATA is JSONL with `question` and `answer`. Its first --shots rows are worked examples in front of
 every question, the rows after them the problems, in the order of the file, with no closing
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 import periodic_async
 from grpo import Problem, encode_prompt
 from periodic_async import Config, run_periods, set_up

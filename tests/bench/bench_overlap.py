@@ -1,6 +1,6 @@
 """What the overlap gains: a period's generation, its training, one after the other, at once.
 
-    python tests/bench_overlap.py MODEL [--data FILE] [--groups 48] [--rows 8] [--repeats 1]
+    python tests/bench/bench_overlap.py MODEL [--data FILE] [--groups 48] [--rows 8] [--repeats 1]
 
 One core each first, then both schedules on all cores. Groups of 4 samples, lengths mixed (a
 response ends after a length drawn in advance), every group really trained (beta > 0). More --rows
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 import periodic_async
 from grpo import draw_problems
 from periodic_async import Config, run_period, set_up

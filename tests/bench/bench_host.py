@@ -1,7 +1,7 @@
 """Host milliseconds of a decode step and of a training micro-batch, alone and beside the other.
 
-    python tests/bench_host.py            # models that compute next to nothing
-    python tests/bench_host.py MODEL      # a real one: which of it is the interpreter's lock?
+    python tests/bench/bench_host.py            # models that compute next to nothing
+    python tests/bench/bench_host.py MODEL      # a real one: which of it is the interpreter's lock?
 
 Models of 2, 12 and 28 layers in which a layer computes next to nothing, so what is measured is the
 host's work: Python, dispatch, autograd. On an accelerator it hides behind the device's work, as
@@ -29,7 +29,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from attention import attach, pack
 from model import InferenceCopy, TriModel, frozen_copy, load
 

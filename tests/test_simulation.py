@@ -10,7 +10,7 @@ from attention import attach
 from model import InferenceCopy, frozen_copy
 from periodic_async import Generator
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "bench"))
 from bench_schedule import Period, fix_lengths, generation, simulate
 
 

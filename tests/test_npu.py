@@ -234,7 +234,7 @@ def watched_run():
     Worker.run, InferenceCopy.finish, periodic_async.train = spanned, counted, reported
 
 
-PLANT = "sys.path.insert(0, 'tests'); import test_node; test_node."
+PLANT = "sys.path.insert(0, 'tests'); import test_npu; test_npu."
 
 
 def refused(call, *words):
@@ -270,7 +270,7 @@ def refusals():
 def test_the_stub_refuses(child):
     """A stub that lets everything pass: float64, two devices, device and host are refused, reads
     are counted; `find_devices` finds its devices by their names."""
-    started = child(f"{PLANT}be_npus(); test_node.refusals()", config("tiny", ""))
+    started = child(f"{PLANT}be_npus(); test_npu.refusals()", config("tiny", ""))
     assert started.ended()[0] == 0, started.text("err")
     assert "REFUSED" in started.text("out")
 
@@ -324,7 +324,7 @@ def test_a_run_on_stub_npus(child, folders, tmp_path, tied, changes):
     stages and two copies, samples the tokens of a CPU. While training nothing is read back, and in
     generation one tensor a step and copy. One stream for two sides or copies, which would wait for
     each other: a copy has one, beside the trainer's, and every update of a copy has others."""
-    started = child(f"{PLANT}be_npus(); test_node.watched_run()",
+    started = child(f"{PLANT}be_npus(); test_npu.watched_run()",
                     settings(folders[tied], tmp_path / "npu", "npu", **changes))
     expected = train(settings(folders[tied], tmp_path / "cpu", "cpu", **changes | {
         "train_devices": "cpu,cpu", "rollout_devices": "cpu,cpu"}))
@@ -371,7 +371,7 @@ def rolled(folder):
 def test_place_keeps_a_tie_on_the_way_to_an_npu(child, folders):
     """An embedding and a head that were one weight on the CPU and are trained apart on the
     device: PyTorch's own rule for private backends, which `Module.to` follows."""
-    started = child(f"{PLANT}be_npus(); test_node.tied_and_placed({str(folders[True])!r})",
+    started = child(f"{PLANT}be_npus(); test_npu.tied_and_placed({str(folders[True])!r})",
                     config("tiny", ""))
     assert started.ended() == (0, []) and "TIED" in started.text("out")
 
@@ -498,7 +498,7 @@ def test_memory_while_loading(child, folders, shards, places, memory):
     memory that the process owns grows by less than 1.3 of the largest shard above what stays on the
     host. That is the model on the CPU, and nothing on stub devices that keep nothing. Pages of the
     mapped files, which can be taken back, and a tensor's conversion on its way do not count."""
-    plant = f"{PLANT}be_npus({memory!r}); test_node.loaded({str(shards)!r}, "
+    plant = f"{PLANT}be_npus({memory!r}); test_npu.loaded({str(shards)!r}, "
     started = child(f"{plant}{str(folders[False])!r}, {places!r})", config("tiny", ""))
     assert started.ended()[0] == 0, started.text("err")
     line, = (line for line in started.text("out").splitlines() if line.startswith("LOADED"))

@@ -1,6 +1,6 @@
 """Writes sums of two-digit numbers as problems: FOLDER/train.jsonl and, of other pairs, test.jsonl.
 
-    python tests/make_sums.py FOLDER
+    python tests/bench/make_sums.py FOLDER
 """
 import json
 import random

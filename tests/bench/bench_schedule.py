@@ -1,7 +1,7 @@
 """A simulation of a period: which split of the devices into stages and copies is best, and why.
 
-    python tests/bench_schedule.py [MODEL] [--device 80GB] [--prompts 128] [--samples 16]
-    python tests/bench_schedule.py --micro-batches      # what --micro-batch-tokens makes of 7B
+    python tests/bench/bench_schedule.py [MODEL] [--device 80GB] [--prompts 128] [--samples 16]
+    python tests/bench/bench_schedule.py --micro-batches      # what --micro-batch-tokens makes of 7B
 
 `simulate` is an event simulation of one period. With MODEL, a folder of a small model, its
 constants are measured on this machine by short probes before and after each of three real periods,
@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 import periodic_async
 from attention import ComputedTokens
 from grpo import Group, Response, draw_problems

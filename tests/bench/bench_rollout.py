@@ -1,6 +1,6 @@
 """Tokens a second of the inference copy and of transformers' `generate`, on the same work.
 
-    python tests/bench_rollout.py MODEL [--rows 32] [--threads 1]
+    python tests/bench/bench_rollout.py MODEL [--rows 32] [--threads 1]
 
 Uniform: every response has 64 tokens. Mixed: responses end after 8 to 128 tokens, the lengths
 fixed in advance on both sides; `generate` works on batches of `--rows` until each one's longest
@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from model import InferenceCopy, frozen_copy, load
 
 PROMPT, SAMPLES = 100, 8  # tokens a prompt, responses a prompt

@@ -1,6 +1,6 @@
 """Our loss beside TRL's, on one batch: equal values, gradients, advantages and clip shares.
 
-    pip install pytest trl datasets && python tests/peer_trl.py     # written for TRL 1.16.0
+    pip install pytest trl datasets && python tests/bench/peer_trl.py     # written for TRL 1.16.0
 
 The batch enters TRL as a rollout and a reward function; all behind that is TRL's own code: padding,
 advantages, the reference's log-probs, `compute_loss`. Ours is the real `Trainer`: micro-batches,
@@ -32,7 +32,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 import periodic_async
 from attention import attach
 from grpo import LOSSES, Group, Problem, Response, group_advantages

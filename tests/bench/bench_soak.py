@@ -1,6 +1,6 @@
 """Hundreds of periods with a fault every 20: nothing lost, nothing doubled, nothing left behind.
 
-    python tests/bench_soak.py [--periods 500] [--every 20]
+    python tests/bench/bench_soak.py [--periods 500] [--every 20]
 
 One run without faults, and one that in turn is killed (-9, at a random moment), has a reward that
 raises once, and a file size limit while it saves, as on a full disk; each time it is resumed. Both
@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 import model
 
 WARM_UP = 80      # steps of the tiny model's supervised warm-up
@@ -56,10 +56,10 @@ def rewarded(*args):
     if fault == "reward raises" and running["run"].trainer.version >= at:
         raise RuntimeError("planted: a reward that raises")
     return reward(*args)
-def saved(run, out):
+def saved(run):
     if fault == "disk full" and run.trainer.version >= at:
         resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, 700_000))
-    return save(run, out)
+    return save(run)
 pa.run_periods, pa.group_metrics, pa.math_reward, pa.save = noted, period_ended, rewarded, saved
 pa.main(sys.argv[4:])
 """
@@ -87,7 +87,7 @@ class Soak:
             process = subprocess.Popen(
                 [sys.executable, "-c", CHILD, notes, fault, str(at),
                  *(f"--{key}={value}" for key, value in flags.items()), *["--resume"] * resume],
-                cwd=Path(__file__).parent.parent, stdout=out, stderr=err)
+                cwd=Path(__file__).parents[2], stdout=out, stderr=err)
             while process.poll() is None:
                 time.sleep(0.02)
                 if fault == "kill -9" and f'"period": {at},' in notes.read_text():

@@ -1,6 +1,6 @@
 """Seconds of a training pass with the prompt once a response, and once a group; memory of the head.
 
-    python tests/bench_trainer.py MODEL [--threads 2] [--repeats 3] [--shapes 64,8,64 512,8,64]
+    python tests/bench/bench_trainer.py MODEL [--threads 2] [--repeats 3] [--shapes 64,8,64 512,8,64]
 
 Forward and backward pass of one group of P prompt tokens and K responses of R tokens (R~0.8: of R
 on average, log-normal with that sigma; further K,R: further responses), random ids, float32: the
@@ -28,7 +28,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from attention import attach, pack
 from model import _chunks, _HeadLogprobs, load, token_logprobs
 from periodic_async import CORES
