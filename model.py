@@ -501,12 +501,13 @@ def layout(config, devices: Sequence) -> dict:
     """Module name -> device, for stages laid out over `devices`. The one rule for an embedding that
     is tied to the head: it stays with the head, on the last device."""
     edges = stage_edges(config.num_hidden_layers, len(devices))
-    found = {"model.embed_tokens": devices[-1 if config.tie_word_embeddings else 0],
-             "model.rotary_emb": devices[0], "model.norm": devices[-1], "lm_head": devices[-1]}
+    found = {}
     for stage, where in enumerate(devices):
         for layer in range(edges[stage], edges[stage + 1]):
             found[f"model.layers.{layer}"] = where
-    return found
+    return found | {"model.embed_tokens": devices[-1 if config.tie_word_embeddings else 0],
+                    "model.rotary_emb": devices[0], "model.norm": devices[-1],
+                    "lm_head": devices[-1]}
 
 
 def cut_into_stages(model, devices: Sequence):

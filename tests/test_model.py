@@ -674,12 +674,13 @@ def test_prompts_that_do_not_fit_are_refused_at_once(length):
     assert len(generate(generator, [("u", [1] * 12, uniforms(2))])) == 2  # as long as allowed
 
 
-@pytest.mark.parametrize("limit", [52, 53])
-def test_longest_prompt_and_longest_response(limit):
-    """A11: the last token of 12 + 52 fills a slot's width of 64 exactly; one more is wider."""
+@pytest.mark.parametrize(("longest", "limit"), [(16, 48), (17, 49)])
+def test_longest_prompt_and_longest_response(longest, limit):
+    """A11: 16 and 48 places fill the width of a decode step exactly; one more makes it wider."""
     policy = attached()
-    requests = [("t", ids(12, 0), uniforms(2, limit=limit)), ("u", [1], uniforms(1, limit=limit))]
-    results = generate(generator_of(policy, limit=limit), requests)
+    requests = [("t", ids(longest, 0), uniforms(2, limit=limit)),
+                ("u", [1], uniforms(1, limit=limit))]
+    results = generate(generator_of(policy, limit=limit, longest=longest), requests)
     assert [len(r[0]) for r in results.values()] == [limit] * 3
     assert_scored_as_sampled(policy, requests, results, 1.0)
 
