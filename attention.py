@@ -238,18 +238,26 @@ class Slots:
         lanes (slots, K) are the rows that read each prompt slot: row i is lanes[slot[i], lane[i]].
         """
         self.aim(self.responses, torch.arange(len(places), device=places.device), places)
-        self.prompt_slot, self.lane, self.lanes, self.widths = slot, lane, lanes, widths
+        self.lanes, self.widths = lanes, widths
         prompt, own = (torch.arange(width, device=places.device) for width in widths)
         hidden = torch.cat([prompt >= lengths[:, None], own > places[:, None]], 1)
         self.bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        # The same for rows split by key head: row and head of every (slot, head, lane), flattened,
+        # and back. index_select copies whole (g, n) blocks; with x[lanes] attention takes 5 to 12 %
+        # more on a CPU.
+        heads, k = self.prompts[0].shape[2], lanes.shape[1]
+        head = torch.arange(heads, device=places.device)
+        self.to_lanes = (lanes[:, None, :] * heads + head[:, None]).flatten()
+        self.to_rows = ((slot[:, None] * heads + head) * k + lane[:, None]).flatten()
 
     def _with_prompts(self, x: Tensor, stored: Tensor) -> Tensor:
         """x (rows, heads, g, n) @ what each row's prompt slot holds, (slots, heads, n, m): the rows
         of a prompt are multiplied together, so that it is read once. -> (rows, heads, g, m)"""
-        k, g = self.lanes.shape[1], x.shape[2]
-        x = x[self.lanes].transpose(1, 2).flatten(2, 3)         # (slots, heads, K * g, n)
-        x = (x @ stored).unflatten(2, (k, g)).transpose(1, 2)   # (slots, K, heads, g, m)
-        return x[self.prompt_slot, self.lane]
+        rows, heads, g, n = x.shape
+        x = x.flatten(0, 1).index_select(0, self.to_lanes)      # (slots * heads * K, g, n)
+        x = x.view(len(self.lanes), heads, -1, n) @ stored      # (slots, heads, K * g, m)
+        x = x.view(-1, g, x.shape[-1]).index_select(0, self.to_rows)
+        return x.view(rows, heads, g, -1)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor,
                scaling: float) -> Tensor:
