@@ -16,7 +16,7 @@ Where this departs from stock transformers:
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 GROUPED = ("cpu", "npu")  # devices whose fused kernels take grouped queries, see _fused
-BOOLEAN = ("npu",)        # and those that want a mask as bool, see Packed.masks_for
+BOOLEAN = ("npu",)        # and those that want a mask as bool, see Packed.masks
 
 
 def round_up(n: int, step: int) -> int:
@@ -55,6 +55,14 @@ class Call(NamedTuple):
     queries: int  # places of the longest piece, filled up
     keys: int     # before + queries, filled up
 
+    def mask(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(1, 1, queries, keys): True or 0 where a query may see a key, False or -inf elsewhere."""
+        query, key = (torch.arange(n, device=device) for n in (self.queries, self.keys))
+        seen = (key <= self.before + query[:, None])[None, None]
+        if dtype == torch.bool:
+            return seen
+        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -73,11 +81,12 @@ class Packed:
     key_places: Tensor         # (M,) their keys and values
     restore: Tensor            # (T,) where a place went in query_places
     calls: tuple[Call, ...]    # known on the host: no shape waits for a device
+    made: dict = field(default_factory=dict)  # masks, by dtype
 
     def to(self, device) -> "Packed":
         """From the host: copies between devices would wait for all that the first has to do."""
         moved = {f.name: upload(getattr(self, f.name), torch.device(device))
-                 for f in fields(self) if f.name != "calls"}
+                 for f in fields(self) if f.name not in ("calls", "made")}
         return Packed(**moved, calls=self.calls)
 
     def cost(self) -> dict[str, int]:
@@ -97,35 +106,16 @@ class Packed:
     def dense_mask(self) -> Tensor:
         return shared_prompt_mask(self)[None, None]  # (1, 1, T, T)
 
-    @cached_property
-    def masks(self) -> list[Tensor | None]:
-        """For each call (1, 1, queries, keys) bool: a token sees its whole prompt and its own
-        response so far. None for prompts: the causal mask. No row is empty, not even padding's: a
-        softmax over nothing would be NaN."""
-        found = []
-        for call in self.calls:
-            query, key = (torch.arange(n, device=self.restore.device)
-                          for n in (call.queries, call.keys))
-            mask = key <= call.before + query[:, None]
-            found.append(mask[None, None] if call.before else None)
-        return found
-
-    @cached_property
-    def _added(self) -> dict:
-        return {}  # dtype -> masks
-
-    def masks_for(self, query: Tensor) -> list[Tensor | None]:
-        """The masks as the fused kernels want them. Ascend's take bool alone; for others PyTorch
-        would make numbers of a bool mask in every layer, and keep them all for the backward pass:
-        here one set serves all layers."""
-        if query.device.type in BOOLEAN:
-            return self.masks
-        dtype = product_dtype(query)
-        if dtype not in self._added:
-            self._added[dtype] = [
-                mask if mask is None else torch.zeros_like(mask, dtype=dtype)
-                .masked_fill_(~mask, -torch.inf) for mask in self.masks]
-        return self._added[dtype]
+    def masks(self, query: Tensor) -> list[Tensor | None]:
+        """For each call (1, 1, queries, keys): a token sees its whole prompt and its own response
+        so far. None for prompts: the causal mask. No row is empty, not even padding's: a softmax
+        over nothing would be NaN. Ascend's kernels take bool alone; for others PyTorch would make
+        numbers of bool in every layer, and keep all of them: here one set serves all layers."""
+        dtype = torch.bool if query.device.type in BOOLEAN else product_dtype(query)
+        if dtype not in self.made:
+            self.made[dtype] = [call.mask(dtype, query.device) if call.before else None
+                                for call in self.calls]
+        return self.made[dtype]
 
 
 def shared_prompt_mask(packed: Packed) -> Tensor:
@@ -298,7 +288,7 @@ def _shared(query, key, value, packed, scaling):
     """Causal attention over the prompts, and of each response over [its prompt, itself]."""
     query = _gather(query, packed.query_places)
     key, value = (_gather(x, packed.key_places) for x in (key, value))
-    masks = packed.masks_for(query)
+    masks = packed.masks(query)
     query = query.split([call.pieces * call.queries for call in packed.calls])
     key, value = (x.split([call.pieces * call.keys for call in packed.calls]) for x in (key, value))
     outputs = []

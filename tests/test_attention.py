@@ -29,6 +29,8 @@ from model import token_logprobs
 
 P, A, B = [11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34]  # the example of all cases
 
+BOOL = torch.empty(0, dtype=torch.bool)  # a query that wants masks as bool
+
 MASK = """
     # . . . .  . . .  . . . .
     # # . . .  . . .  . . . .
@@ -148,7 +150,7 @@ def test_calls_are_the_definition(layout, multiple):
     its whole prompt, and its own response so far."""
     packed = pack(*groups(layout), multiple=multiple)
     queries, keys, seen = 0, 0, {}
-    for call, mask in zip(packed.calls, packed.masks):
+    for call, mask in zip(packed.calls, packed.masks(BOOL)):
         assert (mask is None) == (call.before == 0)
         for _ in range(call.pieces):
             own = packed.key_places[keys:keys + call.keys]
@@ -209,7 +211,7 @@ def test_no_query_is_left_without_a_key(layout, multiple):
     """A24: a fully masked row is NaN on one device and a mean on another; padding has none."""
     packed = pack(*groups(layout), multiple=multiple)
     assert shared_prompt_mask(packed).any(-1).all()
-    assert all(mask.any(-1).all() for mask in packed.masks if mask is not None)
+    assert all(mask.any(-1).all() for mask in packed.masks(BOOL) if mask is not None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -432,7 +434,9 @@ def test_cost_counts_the_mask(layout):
 def test_packed_moves_whole(monkeypatch):
     """`.to` moves every tensor, and with it the masks that are made from them."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)  # needs an accelerator
+    monkeypatch.setattr(attention, "BOOLEAN", ("meta",))
     whole = pack([P], [[A, B]])
     packed = whole.to("meta").to("meta")
-    tensors = [x for x in vars(packed).values() if x is not packed.calls]
-    assert {x.device.type for x in [*tensors, packed.dense_mask, packed.masks[1]]} == {"meta"}
+    tensors = [x for x in vars(packed).values() if isinstance(x, torch.Tensor)]
+    masks = packed.dense_mask, packed.masks(BOOL.to("meta"))[1]
+    assert len(tensors) == 13 and {x.device.type for x in [*tensors, *masks]} == {"meta"}
