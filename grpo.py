@@ -25,11 +25,6 @@ import torch
 from huggingface_hub import hf_hub_download
 from torch import Tensor
 
-try:
-    import math_verify  # optional: decides about expressions that are equal, but spelt differently
-except ImportError:
-    math_verify = None
-
 LOSSES = ("grpo", "dr_grpo", "dapo")
 
 
@@ -390,11 +385,16 @@ def _value(text: str):
     return text.lower() if word else text
 
 
+def is_number(gold: str) -> bool:
+    """Whether a gold answer is one number; all others are compared by their spelling."""
+    return isinstance(_value(gold), Fraction)
+
+
 def math_reward(response: str, gold: str) -> float:
     """1.0 if the answer in `response` equals `gold`, else 0.0. Sees the response alone: a prompt
     that holds an example answer must not score. Numbers are compared as exact fractions (thousands
     separators, currency, percent and units dropped), sets without their order, all else in one
-    spelling; where that differs, and it is no number, `math-verify` decides if it is installed."""
+    spelling: 2/\\sqrt{3} is not 2\\sqrt{3}/3, for which there is tests/reward_math_verify.py."""
     answer, marked = extract_answer(response)
     right = _value(gold)
     if not marked:
@@ -402,8 +402,4 @@ def math_reward(response: str, gold: str) -> float:
         return float(isinstance(right, Fraction) and numbers != []
                      and _fraction(numbers[-1]) == right)
     given = _value(answer)
-    if given == right or isinstance(right, Fraction) or math_verify is None or len(answer) > 500:
-        return float(given == right and given not in ("", None))
-    # Without time limits of its own, which work in a main thread only.
-    parsed = (math_verify.parse(f"${x}$", parsing_timeout=None) for x in (gold, answer))
-    return float(math_verify.verify(*parsed, timeout_seconds=None))
+    return float(given == right and given not in ("", None))

@@ -48,7 +48,7 @@ from tqdm import tqdm
 from attention import Packed, attach, pack, upload
 from grpo import (CLOSING, LOSSES, Group, Problem, Response, arithmetic, draw_problems,
                   encode_prompt, group_advantages, group_metrics, grpo_loss, math_reward,
-                  math_verify, mean_scored, read_problems, token_weights)
+                  mean_scored, read_problems, token_weights)
 from model import (InferenceCopy, TriModel, copy_weights, devices, frozen_copy, load, place, plan,
                    stages, stop_ids)
 
@@ -623,11 +623,9 @@ def reward_function(name: str) -> Callable:
     """`math`, or FILE.py:FUNCTION: that file is the only code of a user that a run executes.
     Raises ValueError for one that cannot be loaded."""
     if name == "math":
-        plain = lambda response, problem: math_reward(response, problem.answer)
-
         async def at_once(response, problem):  # a thread costs more than our own comparison
-            return plain(response, problem)
-        return plain if math_verify else at_once
+            return math_reward(response, problem.answer)
+        return at_once
     path, _, function = name.rpartition(":")
     sys.path.insert(0, str(Path(path).parent))  # it may import what lies beside it
     try:
@@ -741,8 +739,7 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor) -> SimpleNames
     if config.recompute:
         policy.activation_checkpointing_enable()
     print(f"{config.model}: {sum(p.numel() for p in policy.parameters()):,} parameters, ready in "
-          f"{time.perf_counter() - begun:.0f} s. Output goes to {out}. Answers are compared "
-          f"{'with' if math_verify else 'without'} math-verify. The run:",
+          f"{time.perf_counter() - begun:.0f} s. Output goes to {out}. The run:",
           as_flags(vars(config)))
     timeline = Timeline(out / "trace.json")
     generate = Worker("generate", timeline, shared, f"--rows {config.rows}")

@@ -457,9 +457,8 @@ def test_thousands_of_digits(number, form):
     (r"\boxed{\text{no solution}}", "no solution"), (r"\boxed{\text{June 20}}", "June 20"),
     (r"\boxed{10:30 \text{ a.m.}}", r"\text{10:30 a.m.}"), (r"\boxed{3 : 2}", "3:2"),
 ])
-def test_right_forms(monkeypatch, response, gold):
+def test_right_forms(response, gold):
     """A08: right answers as models write them to golds of GSM8K, MATH and AIME."""
-    monkeypatch.setattr("grpo.math_verify", None)
     assert math_reward(response, gold) == 1.0
 
 
@@ -514,9 +513,8 @@ def test_right_forms(monkeypatch, response, gold):
     (r"\boxed{\text{odd}}", r"\text{even}"), (r"\boxed{2:51}", "2:15"), (r"\boxed{2:3}", "3:2"),
     (r"\boxed{10:30 \text{ p.m.}}", r"\text{10:30 a.m.}"), (r"\boxed{\text{June 21}}", "June 20"),
 ])
-def test_wrong_forms(monkeypatch, response, gold):
+def test_wrong_forms(response, gold):
     """A08: wrong answers close to golds of GSM8K, MATH and AIME score nothing."""
-    monkeypatch.setattr("grpo.math_verify", None)
     assert math_reward(response, gold) == 0.0
 
 
