@@ -250,7 +250,7 @@ _CHARACTERS = str.maketrans({
     "\u2212": "-", "–": "-", "×": "*", "·": "*", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
     "∪": r"\cup ", "≥": r"\ge ", "≤": r"\le ", "±": r"\pm ", "≈": r"\approx ", "°": r"^\circ ",
     "²": "^2", "³": "^3", "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "，": ",", "。": ".", "：": ":",
-    "（": "(", "）": ")", "＝": "=", **dict.fromkeys("£€¥~`\"", ""),
+    "（": "(", "）": ")", "＝": "=", **dict.fromkeys("£€¥¢~`\"", ""),
     **{chr(0xFF10 + digit): str(digit) for digit in range(10)}})
 # 60 digits before the point and 50 behind it: int() refuses thousands of them.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,15}(?!\d)|\d{1,60})(?:\.\d{1,50})?|\.\d{1,50}"
@@ -279,9 +279,8 @@ _CLEANING = [
     (rf"(?<=[^\s\\_^]) ?\\(?:text|mathrm|mbox|textrm) ?\{{ ?{_CHANGING}(?:{_LETTER}|"  # a unit
      rf"[A-Za-z][A-Za-z. /]*[A-Za-z.]) ?\}}{_POWER}[ .]*$", "", r"5\text{ cm}^2"),
     (r"\\(?:text|textbf|textrm|mathrm|mathbf|mathbb|mbox) ?\{([^{}]*)\}", r" \1 ", r"\text{odd}"),
-    (r" ?\\(?:cdot|times)(?![A-Za-z]) ?", "*", r"2 \cdot 3"),
-    (r"\^ ?\{(\d)\}", r"^\1", "cm^{2}"), (r"\\[dt](frac|binom)", r"\\\1", r"\dfrac{a}{b}"),
-    (r"(?<=\d)\\frac", r" \\frac", r"1\frac{1}{2}"),           # a mixed number
+    (r" ?\\(?:cdot|times)(?![A-Za-z]) ?", "*", r"2\cdot3"), (r"\^ ?\{(\d)\}", r"^\1", "cm^{2}"),
+    (r"\\[dt](frac|binom)", r"\\\1", r"\dfrac"), (r"(?<=\d)\\frac", r" \\frac", r"1\frac{1}{2}"),
     (r"\\(frac|sqrt(?:\[\d+\])?) ?([0-9A-Za-z])", r"\\\1{\2}", r"\frac12"),
     (r"(\\frac ?\{[^{}]*\}) ?([0-9A-Za-z])", r"\1{\2}", r"\frac{1}2"),
     (r"\^ ?(?:\\circ|\{ ?\\circ ?\})(?: ?[CF]\b)?", " ", r"30^\circ"),
@@ -326,13 +325,14 @@ _NAME = re.compile(
     r"((?:\\(?:angle|triangle|overline) ?)?(?:\\?[A-Za-z]+|\{[A-Za-z]+\})'?(?:_(?:\w|\{\w+\}))?"
     r"(?:\^\{-1\})?(?:\(\w\))?) ?(?:=|\\in\b) ?+(?![A-Za-z]+$)(?=.)")
 # Before the one number of an answer may stand: a name and its working, Total cost: 5*4 = ..
-_WORKING = re.compile(rf"(?:{_CHANGING}[A-Za-z][A-Za-z '+-]*[=:] ?)?(?:[-+*/\d\s.,()]++=)?")
+_WORKING = re.compile(rf"(?:{_CHANGING}[A-Za-z][A-Za-z '+-]*[=:] ?)?(?:(?:[-+*/\d\s.,()]|"
+                      r"(?<=\d )x(?= \d))++=)?")
 _BEFORE = re.compile(rf"[(\[]?|(?:{_CHANGING}[A-Za-z']{{2,}}\s+)+")  # .. and words
 # Behind it: words and units (18 dollars, 12 km/h, cm^2), but no variable (5x, 3 i).
 _BEHIND = re.compile(
     rf"(?!\s*(?:ten|hundred|thousand|million)ths\b)(?:{_CHANGING}(?:[kcm]m|[mk]g|m[lL]|[mk]ph|ft|"
     rf"lbs?|oz|days|st|nd|rd|th|[A-Za-z]{{5,}})(?![A-Za-z]){_POWER})?"
-    rf"(?:[\s,.;:\"()\]-](?:{_CHANGING}(?:(?!(?:pi|(?!an\b)[abnpquvwxyz]{{2,3}}|[A-Z]{{2}})\b)"
+    rf"(?:(?:[\s,.;:()\]-]|(?<=[a-z])!)(?:{_CHANGING}(?:(?!(?:pi|(?!an\b)[abnpquvwxyz]{{2,3}}|[A-Z]{{2}})\b)"
     rf"[A-Za-z']{{2,}}+|{_LETTER}\b|a\b(?=\s)){_POWER}(?:/[A-Za-z]+{_POWER})?)?|/[A-Za-z]{{2,}}+)*")
 # Dropped, but wrong where answer and gold have it and it differs: x = 5, y = 5; 5 cm^2, 5 cm^3.
 _CONFLICTS = [re.compile(r"^[\s$\\(]*([A-Za-z]) ?=[^=]*$"),
@@ -340,10 +340,9 @@ _CONFLICTS = [re.compile(r"^[\s$\\(]*([A-Za-z]) ?=[^=]*$"),
 
 
 def extract_answer(text: str) -> tuple[str, bool]:
-    """The answer in a response, and whether it was marked as one: what stands in the last
-    `\\boxed{}`; else what follows the last `####`, up to the end of its line or sentence, or what
-    stands before it on its line where nothing follows; else (unmarked) the whole text, of which the
-    last number counts. A box that is not closed within LONGEST characters holds nothing."""
+    """The answer in a response, and whether it was marked as one: the last `\\boxed{}`, if closed
+    within LONGEST characters; else what follows the last `####`, up to the end of its line or
+    sentence, or stands before it on its line; else (unmarked) the text, for its last number."""
     start = text.rfind("\\boxed")
     if start >= 0:
         rest = text[start + len("\\boxed"):].lstrip()
@@ -386,17 +385,6 @@ def _fraction(match: re.Match) -> Fraction | None:
     return -value if sign == "-" else value
 
 
-def _one_number(text: str) -> Fraction | None:
-    """The value of an answer that is one number. None for all else: `42 or 43`, `f(5)`, `> 5`."""
-    text = text[_WORKING.match(text).end():].strip()
-    matches = list(_NUMBER.finditer(text))
-    if len(matches) != 1:
-        return None
-    start, stop = matches[0].span()
-    around = _BEFORE.fullmatch(text[:start]) and _BEHIND.fullmatch(text[stop:])
-    return _fraction(matches[0]) if around else None
-
-
 def _split(text: str) -> list[str]:
     """The parts between commas that stand in no bracket."""
     depths = itertools.accumulate((c in "([{") - (c in ")]}") for c in text)
@@ -413,8 +401,7 @@ def _value(text: str, depth: int = 0):
     if len(text) > LONGEST or depth > 4:  # powers written out are longer
         return text
     if text.count("\\pm") == 1:
-        both = (_value(text.replace("\\pm", sign), depth + 1) for sign in "+-")
-        return frozenset(Counter(both).items())
+        return frozenset(Counter(_value(text.replace("\\pm", c), depth + 1) for c in "+-").items())
     parts = _split(re.sub(r",? (?:and|or) ", ",", text))
     names = {name[1] for part in parts if (name := _NAME.match(part.strip()))}
     if len(parts) == 1 and names:
@@ -426,8 +413,11 @@ def _value(text: str, depth: int = 0):
         values = tuple(_value(part, depth + 1) for part in inner)
         return (frozenset(Counter(set(values)).items()) if whole[1] == "\\{"
                 else (whole[1], values, whole[3]))
-    if (number := _one_number(text)) is not None:
-        return number
+    rest = text[_WORKING.match(text).end():].strip()
+    numbers = list(_NUMBER.finditer(rest))
+    if (len(numbers) == 1 and _BEFORE.fullmatch(rest[:numbers[0].start()])
+            and _BEHIND.fullmatch(rest[numbers[0].end():])):
+        return _fraction(numbers[0])
     if len(parts) > 1:  # x = 1, x = 3 are two values; x = 2, y = 7 are two statements
         values = [_value(part, depth + 1) for part in parts]
         if len(names) > 1:
@@ -446,9 +436,9 @@ def is_number(gold: str) -> bool:
 
 def math_reward(response: str, gold: str) -> float:
     """1.0 if the answer in `response` equals `gold`, else 0.0. Sees the response alone: a prompt
-    that holds an example answer must not score. Numbers are compared as exact fractions (thousands
-    separators, currency, percent and units dropped), sets without their order, all else in one
-    spelling: 2/\\sqrt{3} is not 2\\sqrt{3}/3, for which there is tests/reward_math_verify.py."""
+    that holds an example answer must not score. Numbers are compared as exact fractions, without
+    separators, currency, percent and units; sets without their order; all else in one spelling:
+    2/\\sqrt{3} is not 2\\sqrt{3}/3, for which there is tests/reward_math_verify.py."""
     answer, marked = extract_answer(response)
     right = _value(gold)
     if not marked:
