@@ -249,22 +249,21 @@ LONGEST = 600  # characters of an answer: no sane one has more, and no pattern e
 _CHARACTERS = str.maketrans({
     "\u2212": "-", "–": "-", "×": "*", "·": "*", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
     "∪": r"\cup ", "≥": r"\ge ", "≤": r"\le ", "±": r"\pm ", "≈": r"\approx ", "°": r"^\circ ",
-    "²": "^2", "³": "^3", "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "，": ",", "。": ".", "：": ":",
-    "（": "(", "）": ")", "＝": "=", **dict.fromkeys("£€¥¢~`\"", ""),
-    **{chr(0xFF10 + digit): str(digit) for digit in range(10)}})
+    "²": "^2", "³": "^3", "½": " 1/2", "¼": " 1/4", "¾": " 3/4", **dict.fromkeys("£€¥¢~`\"", ""),
+    **dict(zip("，。：（）＝０１２３４５６７８９", ",.:()=0123456789"))})
 # 60 digits before the point and 50 behind it: int() refuses thousands of them.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,15}(?!\d)|\d{1,60})(?:\.\d{1,50})?|\.\d{1,50}"
 _NUMBER = re.compile(
-    r"(?<![\d.^])"                           # not inside a longer number, no exponent
-    r"((?<![\w)\]}])[-+])?"                  # a sign; behind a digit, a letter or a bracket a minus
-    r"(?:(\d{1,50})\s+(?=\d+\s*/\s*\d))?"    # is an operator. The whole part of a mixed number
+    r"(?<![\d.^])"                            # not inside a longer number, no exponent
+    r"(?:((?<![\w)\]}])[-+])(?:(?<=^.) )?)?"  # a sign: no operator, behind a letter or a bracket
+    r"(?:(\d{1,50})\s+(?=\d+\s*/\s*\d))?"     # the whole part of a mixed number
     rf"({_DIGITS})(?:\s*/\s*(-?(?:{_DIGITS})))?(?!\d)")
 _PLAIN = r"\d{1,60}(?:\.\d{1,50})?"
 _START = r"(?<![\w.^_)}\]!])(?<!\d )(?!(?<=\d,)\d{3}(?!\d))"  # no part of another number or a name
 # Words that change the number beside them, unlike a unit.
-_CHANGING = (r"(?!(?:(?i:log|ln|sin|cos|tan|arc\w+|sqrt|root|not|negative|minus|twice|half|halves|"
-             r"double|squared|cubed|factorial|than|(?:dozen|hundred|thousand|million|billion|"
-             r"trillion)s?)|[ap]m|[KMB])\b)")
+_CHANGING = (r"(?!(?:(?i:log|ln|sin|cos|tan|arc\w+|sqrt|root|not|\w+n't|negative|minus|than|twice|"
+             r"half|halves|double|squared|cubed|factorial|between|base|mod|(?:square|cube|inverse) "
+             r"of|(?:dozen|hundred|thousand|million|billion|trillion)s?)|[ap]m|[KMB])\b)")
 _POWER = r"(?:\s*\^\s*\{?[23]\}?(?!\d))?"    # of a unit
 _LETTER = "[mgshlLNJWVA]"                    # is a unit where it stands apart, all others variables
 # (pattern, what it becomes, an example), in this order. First, for every answer:
@@ -276,8 +275,10 @@ _CLEANING = [
     (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![A-Za-z])", "", r"\left("),
     (r"(?<!\\)\\[()\[\],!;: ]|\\?[$%]|\*\*|__", "", r"\(5\)"),  # TeX's brackets and spaces, bold
     (r"(?<![A-Za-z])([aApP])\.?[mM]\b\.?", lambda m: m[1].lower() + "m", "10 P.M."),
-    (rf"(?<=[^\s\\_^]) ?\\(?:text|mathrm|mbox|textrm) ?\{{ ?{_CHANGING}(?:{_LETTER}|"  # a unit
-     rf"[A-Za-z][A-Za-z. /]*[A-Za-z.]) ?\}}{_POWER}[ .]*$", "", r"5\text{ cm}^2"),
+    # A unit at the end, also of an expression
+    (rf"(?<=[^\s\\_^]) ?(?:\\(?:text|mathrm|mbox|textrm) ?\{{ ?{_CHANGING}(?:{_LETTER}|[A-Za-z]"
+     r"[A-Za-z. /]*[A-Za-z.]) ?\}|(?<=[\w})] )(?:(?:square|cubic|sq) )?(?:[kcm]m|ft|in|inches|feet|"
+     rf"units?)){_POWER}[ .]*$", "", r"5\text{ cm}^2"),
     (r"\\(?:text|textbf|textrm|mathrm|mathbf|mathbb|mbox) ?\{([^{}]*)\}", r" \1 ", r"\text{odd}"),
     (r" ?\\(?:cdot|times)(?![A-Za-z]) ?", "*", r"2\cdot3"), (r"\^ ?\{(\d)\}", r"^\1", "cm^{2}"),
     (r"\\[dt](frac|binom)", r"\\\1", r"\dfrac"), (r"(?<=\d)\\frac", r" \\frac", r"1\frac{1}{2}"),
@@ -303,8 +304,6 @@ _EVALUATED = [
 _SPELLING = [
     (r"\\?sqrt(?=[({ ])", r"\\sqrt", "sqrt(2)"), (r"\+?\\infty", "inf", r"\infty"),
     (r"\\([gl]e)q(?:slant)?\b", r"\\\1", r"\geq"), (r"\\varnothing", r"\\emptyset", r"\varnothing"),
-    (r"(\\pi|[\w})]) (?:(?:square|cubic|sq) )?(?:[kcm]m|ft|in|inches|feet|units?)"    # a unit
-     rf"{_POWER}$", r"\1", r"\pi cm^2"),
     ("bmatrix", "pmatrix", "bmatrix"), (r"([\^_]) ?(\d+|[A-Za-z])", r"\1(\2)", "x^10"),
     (r"\s+", "", "x + 1"), (r"(?<![\d.])\.(?=\d|\\o)", "0.", ".5"), (r"^\+", "", "+x"),
     (r"(\\frac\{[^{}]*\})([0-9A-Za-z])", r"\1{\2}", r"\frac{\sqrt2}2"),
@@ -324,18 +323,18 @@ _CLEANING, _EVALUATED, _SPELLING = ([(re.compile(pattern), *rest) for pattern, *
 _NAME = re.compile(
     r"((?:\\(?:angle|triangle|overline) ?)?(?:\\?[A-Za-z]+|\{[A-Za-z]+\})'?(?:_(?:\w|\{\w+\}))?"
     r"(?:\^\{-1\})?(?:\(\w\))?) ?(?:=|\\in\b) ?+(?![A-Za-z]+$)(?=.)")
-# Before the one number of an answer may stand: a name and its working, Total cost: 5*4 = ..
+# Before the one number of an answer: a name and its working, as in Total cost: 5*4 = ..
 _WORKING = re.compile(rf"(?:{_CHANGING}[A-Za-z][A-Za-z '+-]*[=:] ?)?(?:(?:[-+*/\d\s.,()]|"
                       r"(?<=\d )x(?= \d))++=)?")
-_BEFORE = re.compile(rf"[(\[]?|(?:{_CHANGING}[A-Za-z']{{2,}}\s+)+")  # .. and words
-# Behind it: words and units (18 dollars, 12 km/h, cm^2), but no variable (5x, 3 i).
-_BEHIND = re.compile(
+_ONE_NUMBER = re.compile(  # .. and words. Behind it: words and units, but no variable (5x, 3 i)
+    rf"\s*(?:[(\[]?|(?:{_CHANGING}[A-Za-z']{{2,}}\s+)+){_NUMBER.pattern}"
     rf"(?!\s*(?:ten|hundred|thousand|million)ths\b)(?:{_CHANGING}(?:[kcm]m|[mk]g|m[lL]|[mk]ph|ft|"
     rf"lbs?|oz|days|st|nd|rd|th|[A-Za-z]{{5,}})(?![A-Za-z]){_POWER})?"
-    rf"(?:(?:[\s,.;:()\]-]|(?<=[a-z])!)(?:{_CHANGING}(?:(?!(?:pi|(?!an\b)[abnpquvwxyz]{{2,3}}|[A-Z]{{2}})\b)"
-    rf"[A-Za-z']{{2,}}+|{_LETTER}\b|a\b(?=\s)){_POWER}(?:/[A-Za-z]+{_POWER})?)?|/[A-Za-z]{{2,}}+)*")
+    rf"(?:(?:[\s,.;:()\]-]|(?<=[a-z])!)(?:{_CHANGING}(?:(?!(?:pi|(?!an\b)[abnpquvwxyz]{{2,3}}|"
+    rf"[A-Z]{{2}})\b)[A-Za-z']{{2,}}+|{_LETTER}\b|a\b(?=\s)){_POWER}(?:/[A-Za-z]+{_POWER})?)?|"
+    r"/[A-Za-z]{2,}+)*")
 # Dropped, but wrong where answer and gold have it and it differs: x = 5, y = 5; 5 cm^2, 5 cm^3.
-_CONFLICTS = [re.compile(r"^[\s$\\(]*([A-Za-z]) ?=[^=]*$"),
+_CONFLICTS = [re.compile(r"^[\s$\\(]*([A-Za-z]|[A-Z]{2}) ?=[^=]*$"),
               re.compile(r"\d[^\d^]*[A-Za-z] ?\}? ?\^ ?\{?([23])\}?[\s$).\\]*$")]
 
 
@@ -406,18 +405,14 @@ def _value(text: str, depth: int = 0):
     names = {name[1] for part in parts if (name := _NAME.match(part.strip()))}
     if len(parts) == 1 and names:
         text = text[_NAME.match(text).end():]
-    text = re.sub("^([-+]) ", r"\1", text)  # - 5
     # One bracket around it all: (1,2),(3,4) is a list.
     whole = len(parts) == 1 and re.fullmatch(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", text)
     if whole and (len(inner := _split(whole[2])) > 1 or whole[1] == "\\{"):
         values = tuple(_value(part, depth + 1) for part in inner)
         return (frozenset(Counter(set(values)).items()) if whole[1] == "\\{"
                 else (whole[1], values, whole[3]))
-    rest = text[_WORKING.match(text).end():].strip()
-    numbers = list(_NUMBER.finditer(rest))
-    if (len(numbers) == 1 and _BEFORE.fullmatch(rest[:numbers[0].start()])
-            and _BEHIND.fullmatch(rest[numbers[0].end():])):
-        return _fraction(numbers[0])
+    if number := _ONE_NUMBER.fullmatch(text[_WORKING.match(text).end():].strip()):
+        return _fraction(number)
     if len(parts) > 1:  # x = 1, x = 3 are two values; x = 2, y = 7 are two statements
         values = [_value(part, depth + 1) for part in parts]
         if len(names) > 1:

@@ -12,7 +12,7 @@ import pytest
 from periodic_async import Config, flag
 
 ROOT = Path(__file__).parent.parent
-LINES = {"grpo.py": 464, "attention.py": 283, "model.py": 542, "periodic_async.py": 1040}
+LINES = {"grpo.py": 449, "attention.py": 283, "model.py": 542, "periodic_async.py": 1040}
 OURS = {"grpo": set(), "attention": set(), "model": {"attention"},
         "periodic_async": {"attention", "grpo", "model"}}
 
@@ -22,9 +22,9 @@ def source(name):
 
 
 def test_size():
-    """2,329 lines in four files, no function above 60 lines, no line above 100 columns."""
+    """2,314 lines in four files, no function above 60 lines, no line above 100 columns."""
     assert sorted(p.name for p in ROOT.glob("*.py")) == sorted(LINES)
-    assert sum(len(source(name).splitlines()) for name in LINES) <= 2329
+    assert sum(len(source(name).splitlines()) for name in LINES) <= 2314
     for name, most in LINES.items():
         assert len(source(name).splitlines()) <= most
         for node in ast.walk(ast.parse(source(name))):
