@@ -491,6 +491,12 @@ def test_what_is_too_large_is_no_number(text):
     assert time.process_time() - begun < 0.05
 
 
+@pytest.mark.parametrize("text", ["10^{60}", "2^{999}", "48!", "9^{-64}", "(0.5)^{999}", "99!"])
+def test_the_limit_of_60_digits(text):
+    """C33: what has more is left as it stands, not written out."""
+    assert grpo._normalised(text) == text
+
+
 @pytest.mark.parametrize("text, value", [
     ("10^{59}", 10**59), ("47!", 258623241511168180642964355153611979969197632389120000000000),
     ("2.5^2", Fraction(25, 4)), ("(2.5)^2", Fraction(25, 4)), ("(1/2)^{-3}", 8), ("1^{999}", 1),
