@@ -38,7 +38,7 @@ def test_size():
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno - node.lineno < 60, f"{name}: {node.name}"
     assert methods <= 1360
-    assert sum(len(source(name).splitlines()) for name in LINES) <= 2700
+    assert sum(len(source(name).splitlines()) for name in LINES) <= 2760
     for path in [*ROOT.glob("*.py"), *ROOT.glob("tests/**/*.py")]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert len(line) <= 100, f"{path.name}:{number}"
