@@ -1,6 +1,6 @@
 """The mathematics of GRPO and its task: advantages, loss; problems, rewards. Pure functions.
 
-Where this departs from the textbook:
+What the code relies on:
 1. Advantages belong to a *group*, the K responses to one prompt, never to a batch.
 2. Every divisor of the loss is known before the first response exists, or is applied to the
    finished gradient (`dapo`). So a micro-batch can be trained the moment it is complete, and

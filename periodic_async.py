@@ -9,7 +9,7 @@ loop; generation and training each own a thread for the torch work.
   group      the K responses to one prompt, with their rewards
   version    the number of periods trained: θ_t are the weights of version t
   on-policy  every token that is trained on at θ_t was sampled from θ_t: `Trainer.consume` checks it
-Weights move only where a period ends, in `run_period`'s last two lines. Who waits for what:
+Weights move only at the end of `run_period`: the step, then the copy. Who waits for what:
   produce     takes a problem; waits for `Generator.generate`; queues the scoring of its group
   Generator   prefills and decodes while any request waits; the end of a group wakes `produce`
   run_period  gives scored groups to `Trainer.consume` in the order in which their generation ended;
@@ -83,8 +83,8 @@ async def run_period(generator, trainer, problems: Sequence[Problem], samples: i
     """One period: generate, score and train `samples` responses to every problem; one optimizer
     step; the new weights to the generator. `score(problem, responses)` is a coroutine that returns
     rewards. Returns the groups in the order trained, and the step's metrics. Whatever raises ends
-    the period at once. The generator may be any object with `version`, `generate` and `update` as
-    `Generator` has them."""
+    the period at once, as an ExceptionGroup: its gradients are of no use then. The generator may be
+    any object with `version`, `generate` and `update` as `Generator` has them."""
     queue = asyncio.Queue()
     groups = []
 
@@ -100,12 +100,13 @@ async def run_period(generator, trainer, problems: Sequence[Problem], samples: i
         rewards = await score(problem, responses)
         return Group(problem, tuple(responses), tuple(rewards), version)
 
-    async with asyncio.TaskGroup() as producers:
+    async with asyncio.TaskGroup() as producers:  # and of the scorings that they queue
+        # All of them run up to the end of `submit`, in this order, before the generator wakes.
         tasks = [producers.create_task(produce(problem)) for problem in problems]
         if not overlap:
-            await asyncio.gather(*tasks)      # the synchronous schedule is this line
+            await asyncio.gather(*tasks)  # the synchronous schedule is this line: generation first
         for _ in problems:
-            scoring = await queue.get()
+            scoring = await queue.get()  # a task
             groups.append(await scoring)
             await trainer.consume(groups[-1])
     metrics = await trainer.step()
@@ -130,7 +131,7 @@ class Generator:
         return self.copies[0].version
 
     async def __aenter__(self):
-        # A task group that lives as long as the generator.
+        # A task group that lives as long as the generator: no task outlives it.
         self._tasks = await asyncio.TaskGroup().__aenter__()
         self._stepping = self._tasks.create_task(self._steps())
         return self
@@ -145,10 +146,11 @@ class Generator:
         """`samples` responses to a problem; tokens depend on the weights and on (seed, version,
         problem.key, sample) alone. `temperature`, 0 for the likeliest tokens, is the run's unless
         given, and one for all requests in flight. Raises ValueError for a prompt too long for the
-        slots, RuntimeError while weights are copied."""
+        slots; RuntimeError for another temperature, or while weights are copied; and the error of
+        an earlier step."""
         if self._error is not None:
             raise self._error
-        if self._updating:
+        if self._updating:  # with no await from here to `submit`: see `run_period`
             raise RuntimeError("a request arrived while weights were copied")
         temperature = self.temperature if temperature is None else temperature
         if not all(copy.idle or copy.temperature == temperature for copy in self.copies):
@@ -179,25 +181,25 @@ class Generator:
             self._updating = False
 
     def _copy_to_all(self, policy, version: int) -> None:
-        """In the worker's thread: all copies at once, on streams of their own, so that none waits
-        for another. The step ran on another stream, and generation will run on a third: the host
-        waits for all devices before and after."""
-        used = [where for where, _ in stages(policy)] + [copy.device for copy in self.copies]
-        used = [where for where in dict.fromkeys(used) if where.type != "cpu"]
-        for where in used:
+        """In the worker's thread: all copies at once, each on streams of its own at both ends, so
+        that none waits for another. The step ran on another stream, and generation will run on a
+        third: the host waits for all devices before and after."""
+        ends = [where for where, _ in stages(policy)] + [copy.device for copy in self.copies]
+        devices = [where for where in dict.fromkeys(ends) if where.type != "cpu"]
+        for where in devices:
             torch.accelerator.synchronize(where)
         for copy in self.copies:
             with contextlib.ExitStack() as streams:
-                for where in used:
+                for where in devices:
                     streams.enter_context(torch.Stream(where))
                 copy_weights(policy, copy, version)
-        for where in used:
+        for where in devices:
             torch.accelerator.synchronize(where)
 
     async def _steps(self):
         """Waits for a request, then prefills and decodes until none is left. A period's requests
-        are all in before its first step, for their tasks were started before this one could wake:
-        so no step depends on how long the one before took."""
+        are all in before its first step, see `run_period`: so no step depends on how long the one
+        before took."""
         try:
             while True:
                 await self._submitted.wait()
@@ -239,7 +241,7 @@ class Sample(NamedTuple):
     group: Group
     response: Response
     advantage: float
-    keep: bool  # False: masked, it counts in P * K and has no gradient
+    keep: bool  # False: masked, without gradient; the divisor P * K still counts it
 
 
 @dataclass
@@ -254,8 +256,9 @@ class MicroBatch:
 
 
 class Trainer:
-    """Accumulates the gradient of a period; `step` applies it. A micro-batch is a fixed number of
-    groups in the order they come, never what happens to wait: every rounding is that of `sync`.
+    """Accumulates the gradient of a period; `step` applies it. It takes a fixed number of groups at
+    once, in the order they come, never what happens to wait, and cuts them by their tokens into
+    micro-batches, one packed row each: every rounding is that of `sync`.
 
     Over several stages passes are launched as 1F1B, one forward, one backward: after the forward
     pass of a micro-batch every micro-batch in flight goes back by one stage, the newest first.
@@ -269,7 +272,8 @@ class Trainer:
         self.version = 0    # periods trained
         self.bad_steps = 0  # steps in a row whose gradient was not finite
         # Micro-batches in flight, each a list of (output, what the next stage took in) of the
-        # stages whose backward passes are still to come; the last stage puts out the loss.
+        # stages whose backward passes are still to come, the next at the end. The last stage puts
+        # out the loss.
         self.flights: list[list[tuple[Tensor, Tensor | None]]] = []
         self.parameters = list(models.policy.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate,
@@ -383,7 +387,9 @@ class Trainer:
             self.sums[name] = self.sums.get(name, 0) + value
 
     def _back_by_one_stage(self) -> None:
-        """Streams are in order: a whole backward pass at once would leave the devices idle."""
+        """Newest first, so from the last stage to the first. Results do not depend on that order,
+        launches do: streams are in order, and a whole backward pass at once would leave the devices
+        idle."""
         for flight in reversed(self.flights):
             output, taken = flight.pop()
             if taken is None:
@@ -433,7 +439,7 @@ class Trainer:
         return 1 / max(self.unmasked_tokens, 1) if self.config.loss == "dapo" else 1.0
 
     def _metrics(self, passes: int, norm: float) -> dict[str, float]:
-        """Of a period. The one place where the trainer reads values back from the device."""
+        """Of a period. Beside the norm, all that the trainer reads back from the device."""
         sums = defaultdict(float)
         for name, value in self.sums.items():
             sums[name] = float(value)

@@ -778,7 +778,9 @@ def made_run(folder, out, **changes):
 def test_an_untrained_run_has_three_equal_models(random_folder, tmp_path):
     """A27 in bfloat16: as `set_up` makes them, reference and inference copy score a packed row as
     the policy does under autocast, bit for bit; after a period and a weight copy, the copy does."""
-    run = made_run(random_folder, tmp_path, dtype="bfloat16", periods=1, learning_rate=1e-2, seed=4)
+    (tmp_path / "reward.py").write_text("def reward(r, _):\n    return sum(map(ord, r)) % 2\n")
+    run = made_run(random_folder, tmp_path, dtype="bfloat16", periods=1, learning_rate=1e-2,
+                   reward=f"{tmp_path}/reward.py:reward")
     run.trainer.models.old = run.generator.copies[0].model
     packed = pack([range(5, 13), [7]], [[[1, 2, 3], [4]], [[5, 6]]], multiple=8)
     new, old, reference = run.trainer.models.logprobs(packed, forward_old=True)
