@@ -576,8 +576,9 @@ def main(arguments=None) -> int:
                 print(f"{result:8}  {what:28}  " + "  ".join(
                     f"{key} {shown(value)}" for key, value in figures.items()), flush=True)
             print(f"{'':10}{name} took {time.perf_counter() - start:.1f} s", flush=True)
-            vars(machine).pop(LAST.get(name), None)
-            gc.collect()
+            if name in LAST:
+                vars(machine).pop(LAST[name], None)
+                gc.collect()
     failed = [what for what, record in results.items() if record["result"] == "fail"]
     print(periodic_async.as_json({
         "devices": [str(device) for device in devices], "model": given.model or "random",

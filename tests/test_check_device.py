@@ -131,7 +131,7 @@ def test_a_check_that_raises(checked, monkeypatch):
 # ------------------------------------------------------------------ what a CPU has to be given
 
 def in_use(_device=None):
-    """Bytes of all tensors there are, and of their gradients."""
+    """Bytes of all tensors that a test has made, and of their gradients."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
@@ -153,7 +153,10 @@ def accelerator(monkeypatch):
     functions = {"set_sync_debug_mode": mode, "memory_allocated": in_use,
                  "max_memory_allocated": in_use, "reset_peak_memory_stats": lambda device: None}
     monkeypatch.setattr(check_device, "of_device", lambda device, name: functions[name])
+    gc.collect()
+    gc.freeze()  # what is there already is not looked through each time
     yield
+    gc.unfreeze()
     torch.Tensor.cpu = plain
 
 
