@@ -72,21 +72,19 @@ def test_a_weight_copy_left_out(checked, monkeypatch):
 def test_masks(checked, monkeypatch):
     """A dense mask that lets a response see the others; masks of `shared` that hide the last place
     of a prompt from its responses."""
-    right = attention.Packed.masks.func
+    right = attention.Call.mask
     monkeypatch.setattr(attention, "shared_prompt_mask", lambda packed: torch.ones(
-        len(packed.group_of_place), len(packed.group_of_place), dtype=torch.bool).tril())
+        len(packed.prompt_of_place), len(packed.prompt_of_place), dtype=torch.bool).tril())
     _, found, _ = checked("packed")
     assert {"packed: dense, float32"} <= {n for n, r in found.items() if r == "fail"}
     assert all(result == "pass" for name, result in found.items() if "dense" not in name)
     monkeypatch.undo()
 
-    def hiding(packed):
-        found = right(packed)
-        for call, mask in zip(packed.calls, found):
-            if mask is not None:
-                mask[..., call.before - 1] = False
-        return found
-    monkeypatch.setattr(attention.Packed, "masks", property(hiding))
+    def hiding(call, dtype, device):
+        mask = right(call, dtype, device)
+        mask[..., call.before - 1] = False if dtype == torch.bool else -torch.inf
+        return mask
+    monkeypatch.setattr(attention.Call, "mask", hiding)
     _, found, _ = checked("packed")
     assert found["packed: shared, float32"] == found["packed: repeat, float32"] == "fail"
     assert found["packed: dense, float32"] == "pass"
