@@ -629,9 +629,10 @@ class Timeline:
         self.start, self.end = 0.0, 0.0
         self.spans: list[tuple[str, str, float, float]] = []
         whole = trace.read_bytes().rfind(b"\n") + 1 if resume and trace.exists() else 0
-        self.file = open(trace, "a")
-        self.file.truncate(whole)
-        if not whole:
+        self.file = open(trace, "a" if whole else "w")
+        if whole:
+            self.file.truncate(whole)
+        else:
             print("[", file=self.file)
 
     def open(self) -> None:
@@ -830,7 +831,7 @@ class Scorer:
             reward = math.nan if reward is None else float(reward)
             numbers = {name: float(number) for name, number in numbers.items()}
             fine = all(isinstance(name, str) for name in numbers)
-        except (TypeError, ValueError, AttributeError):
+        except (TypeError, ValueError, AttributeError, OverflowError):
             fine = False
         if not fine or math.isinf(reward) or not all(map(math.isfinite, numbers.values())):
             raise ValueError(f"the reward of a response to problem {problem.key} is {result!r:.200}"

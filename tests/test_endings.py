@@ -132,7 +132,7 @@ SLOW = "real = pa.group_metrics\ndef slow(groups):\n    print('BUSY', flush=True
 
 
 def test_one_run_a_folder(random_folder, tmp_path, child):
-    """C15: a second run in a folder ends with one sentence and changes nothing; kill -9 frees it."""
+    """C15: a second run in a folder ends with one sentence and changes nothing; a kill frees it."""
     settings = config(random_folder, tmp_path / "out", periods=1)
     first = child(SLOW, settings)
     first.prints("BUSY")
@@ -163,9 +163,10 @@ def test_an_os_error_of_a_reward(random_folder, tmp_path, child, reward_path):
 
 
 @pytest.mark.parametrize("wrong", [
-    {"data": "{bad}/broken.jsonl"}, {"data": "{bad}/few.jsonl"}, {"eval_data": "{bad}/broken.jsonl"},
-    {"prompt_template": "no place for it"}, {"reward": "maths"}, {"resume": True},
-    {"train_devices": "cuda:77"}, {"rollout_devices": "cuda:77"}, {"samples": 1}], ids=str)
+    {"data": "{bad}/broken.jsonl"}, {"data": "{bad}/few.jsonl"},
+    {"eval_data": "{bad}/broken.jsonl"}, {"prompt_template": "no place for it"},
+    {"reward": "maths"}, {"resume": True}, {"train_devices": "cuda:77"},
+    {"rollout_devices": "cuda:77"}, {"samples": 1}], ids=str)
 def test_a_mistake_shows_before_a_model_is_loaded(random_folder, tmp_path, monkeypatch, wrong):
     """C17: named before any model is loaded; --out is not created."""
     monkeypatch.setattr(periodic_async, "load", lambda *_, **__: pytest.fail("it was loaded"))
