@@ -64,11 +64,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None
-
 from attention import ComputedTokens, Packed, attach, pack, upload
 from grpo import (CLOSING, LOSSES, Group, Problem, Response, draw_problems, encode_prompt,
                   group_advantages, group_metrics, grpo_loss, is_number, math_reward,
@@ -693,8 +688,7 @@ def read_questions(config: Config, source: str) -> list[Problem]:
     """The problems of the file that the flag `source` names, without one the built-in sums; their
     prompts are not encoded yet: a mistake shows before a model is loaded. Raises ValueError."""
     path = getattr(config, source)
-    read = (read_problems(path) if path
-            else [arithmetic(config.seed, i) for i in range(1000)])
+    read = read_problems(path) if path else [arithmetic(config.seed, i) for i in range(1000)]
     if words := sum(not is_number(gold) for _, gold in read):
         print(f"{path}: {words} of {len(read)} gold answers are no plain numbers: `math` compares "
               "them by their spelling")
@@ -814,12 +808,12 @@ class Scorer:
         try:
             if self.awaited:
                 return await self.function(text, problem)
-            result = await asyncio.get_running_loop().run_in_executor(
-                THREADS, self.function, text, problem)
-            if inspect.isawaitable(result):  # of a lambda or a decorator, say
-                self.seats = contextlib.nullcontext()  # of the next calls
-                result = await result
-            return result
+            call = THREADS.submit(self.function, text, problem)
+            result = await asyncio.wrap_future(call)
+            if not inspect.isawaitable(result):
+                return result
+            self.seats = contextlib.nullcontext()  # of the next calls of a lambda, say
+            return await result
         except Exception as error:
             error.add_note(f"raised by the reward of a response to problem {problem.key}")
             raise
@@ -830,12 +824,13 @@ class Scorer:
             reward, numbers = result if isinstance(result, tuple) else (result, {})
             reward = math.nan if reward is None else float(reward)
             numbers = {name: float(number) for name, number in numbers.items()}
-            fine = all(isinstance(name, str) for name in numbers)
+            if math.isinf(reward) or not (all(map(math.isfinite, numbers.values()))
+                                          and all(isinstance(name, str) for name in numbers)):
+                raise ValueError
         except (TypeError, ValueError, AttributeError, OverflowError):
-            fine = False
-        if not fine or math.isinf(reward) or not all(map(math.isfinite, numbers.values())):
             raise ValueError(f"the reward of a response to problem {problem.key} is {result!r:.200}"
-                             ", not a finite number, None, or one of them and {name: number}")
+                             ", not a finite number, None, or one of them and {name: number}"
+                             ) from None
         for name, number in numbers.items():
             self.numbers[name].append(number)
         return reward
@@ -1140,13 +1135,13 @@ def to_disk(path: Path) -> bool:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+        return True
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-        return False
+        if error.errno in (errno.EINVAL, errno.ENOTSUP):
+            return False
+        raise
     finally:
         os.close(handle)
-    return True
 
 
 LOCKS = []  # open files: closing one would free its lock
@@ -1157,11 +1152,12 @@ def lock(out: Path) -> None:
     not of its children. Raises ValueError where another has it; goes on where no locks are."""
     LOCKS.append(open(out / ".lock", "a"))
     try:
-        if fcntl:
-            fcntl.lockf(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            raise ValueError(f"--out {out}: another run that has not ended writes there") from None
+        import fcntl  # which POSIX systems have
+        fcntl.lockf(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise ValueError(f"--out {out}: another run that has not ended writes there") from None
+    except (ImportError, OSError):
+        pass
 
 
 def start(config: Config, out: Path, read_sha256: str) -> tuple[Path | None, dict]:
