@@ -12,6 +12,7 @@ last line.
 import argparse
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -100,6 +101,7 @@ class Soak:
                     sys.exit(f"{name}, {fault}: it does not end")
                 if fault in ("kill -9", "second run") and f'"period": {at},' in notes.read_text():
                     if fault == "second run":
+                        process.send_signal(signal.SIGSTOP)  # it would end before the second starts
                         second = subprocess.run(words, cwd=Path(__file__).parents[2],
                                                 capture_output=True, text=True)
                         if second.returncode != 2 or len(second.stderr.splitlines()) != 1:
