@@ -1,5 +1,6 @@
 """What several test files share: small random models, the plain way to score a response, and
 processes that start at once."""
+import contextlib
 import json
 import os
 import random
@@ -198,14 +199,28 @@ class Child:
         return code, self.text("err").splitlines()
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    with open(tmp_path_factory.mktemp("server") / "err", "w") as err:
+@contextlib.contextmanager
+def serving(folder):
+    """A server, for runs one after another."""
+    with open(folder / "err", "w") as err:
         process = subprocess.Popen([sys.executable, "-c", SERVER], text=True, stderr=err,
                                    stdin=subprocess.PIPE, cwd=Path(__file__).parent.parent)
     yield process
     process.kill()
     process.wait()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server")) as process:
+        yield process
+
+
+def as_given(settings):
+    """The flags of a Config."""
+    given = {name: value for name, value in vars(settings).items() if value not in (None, "")}
+    return [flag(name) if value is True else f"--no-{flag(name)[2:]}" if value is False
+            else f"{flag(name)}={value}" for name, value in given.items()]
 
 
 @pytest.fixture
@@ -214,8 +229,5 @@ def child(server, tmp_path):
     count = iter(range(100))
 
     def start(plant, settings):
-        given = {name: value for name, value in vars(settings).items() if value not in (None, "")}
-        flags = [flag(name) if value is True else f"--no-{flag(name)[2:]}" if value is False
-                 else f"{flag(name)}={value}" for name, value in given.items()]
-        return Child(server, tmp_path / f"child-{next(count)}", plant, flags)
+        return Child(server, tmp_path / f"child-{next(count)}", plant, as_given(settings))
     return start
