@@ -442,7 +442,7 @@ class Trainer:
     def _metrics(self, passes: int, norm: float) -> dict[str, float]:
         """Of a period. The one place where the trainer reads values back from the device."""
         sums = {name: float(value) for name, value in self.sums.items()}
-        sums = defaultdict(float, self.nodes.sums(sums | {"skipped": self.skipped}))
+        sums = defaultdict(float, self.nodes.sums(sums | {"skipped_groups": self.skipped}))
         tokens, first_tokens = max(sums["kept_tokens"], 1), max(sums["first_tokens"], 1)
         return {
             "loss": sums["loss"] * self._loss_scale() / passes, "kl": sums["kl_sum"] / tokens,
@@ -451,7 +451,7 @@ class Trainer:
             "entropy": sums["entropy_sum"] / first_tokens, "logp_gap_max": sums["gap_max"],
             "logp_gap_mean": sums["gap_sum"] / first_tokens, "gradient_norm": norm,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "skipped_groups": sums["skipped"], "bad_steps": self.bad_steps}
+            "skipped_groups": sums["skipped_groups"], "bad_steps": self.bad_steps}
 
 
 class Worker:

@@ -1,6 +1,5 @@
 """What several test files share: small random models, the plain way to score a response, and
 processes that start at once."""
-import contextlib
 import json
 import os
 import random
@@ -145,7 +144,10 @@ logging.disable_progress_bar()
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
 for line in sys.stdin:
     plant, flags, folder = json.loads(line)
-    folder, child = Path(folder), os.fork()
+    folder = Path(folder)
+    if os.fork():
+        continue  # several runs at once: a process waits for each
+    child = os.fork()
     if not child:
         for number, name in ((0, os.devnull), (1, folder / "out"), (2, folder / "err")):
             os.dup2(os.open(name, os.O_RDWR | os.O_CREAT, 0o600), number)
@@ -156,6 +158,7 @@ for line in sys.stdin:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     (folder / "code.new").write_text(str(code))
     (folder / "code.new").rename(folder / "code")
+    os._exit(0)
 """
 
 
@@ -199,21 +202,14 @@ class Child:
         return code, self.text("err").splitlines()
 
 
-@contextlib.contextmanager
-def serving(folder):
-    """A server, for runs one after another."""
-    with open(folder / "err", "w") as err:
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    with open(tmp_path_factory.mktemp("server") / "err", "w") as err:
         process = subprocess.Popen([sys.executable, "-c", SERVER], text=True, stderr=err,
                                    stdin=subprocess.PIPE, cwd=Path(__file__).parent.parent)
     yield process
     process.kill()
     process.wait()
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server")) as process:
-        yield process
 
 
 def as_given(settings):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Child, as_given, serving, until
+from conftest import as_given, until
 from test_checkpoints import metrics
 from test_periodic_async import config, hashes
 
@@ -36,24 +36,6 @@ def free_port():
         return s.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    """One a node: a server waits for its run."""
-    with contextlib.ExitStack() as all_of_them:
-        yield [all_of_them.enter_context(serving(tmp_path_factory.mktemp("server")))
-               for _ in range(3)]
-
-
-@pytest.fixture
-def child(servers, tmp_path):
-    """child(rank, plant, settings) starts a node's process."""
-    number = iter(range(100))
-
-    def start(rank, plant, settings):
-        return Child(servers[rank], tmp_path / f"child-{next(number)}", plant, as_given(settings))
-    return start
-
-
 class Run:
     """A run of several nodes without a torchrun around them: what ends them is their own."""
 
@@ -61,8 +43,8 @@ class Run:
         # As torchrun's, which holds the nodes' store and outlives them.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         placed = PLACED if count > 1 else "rank, count = 0, 1\n"
-        self.nodes = [child(rank, placed.format(rank=rank, count=count, port=self.store.port)
-                            + plant, settings) for rank in range(count)]
+        self.nodes = [child(placed.format(rank=rank, count=count, port=self.store.port) + plant,
+                            settings) for rank in range(count)]
 
     def __enter__(self):
         return self
@@ -73,7 +55,7 @@ class Run:
             if not node.text("code"):
                 node.signal(signal.SIGKILL)
 
-    def ended(self, seconds=60):
+    def ended(self, seconds=100):
         """Exit codes, and the lines of stderr of every node."""
         codes, errors = zip(*[node.ended(seconds) for node in self.nodes])
         return list(codes), [[line for line in lines if "it/s]" not in line] for lines in errors]
