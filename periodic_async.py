@@ -998,11 +998,12 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor,
     dtype = getattr(torch, config.dtype)
     reference = frozen_copy(policy, dtype) if config.beta and config.periods else None
     state = restore(config, out, problems_sha256, policy)
+    metrics = state.pop("metrics", "")
     if not nodes.rank:
         for half_written in out.glob(".period-*"):
             shutil.rmtree(half_written)
         if config.resume:
-            (out / "metrics.jsonl").write_text(state["metrics"])
+            (out / "metrics.jsonl").write_text(metrics)
     timeline, working = Timeline(nodes.folder(out) / "trace.json"), set()
     most = exact_threads(policy, CORES)
     generate = Worker("generate", timeline, shared, working, f"--rows {config.rows}", most)
