@@ -709,7 +709,8 @@ def bad_inputs(tmp_path_factory, random_folder):
     (["--data", "{bad}/broken.jsonl"], "broken.jsonl, line 2"),
     (["--data", "{bad}/binary.jsonl"], "binary.jsonl"),
     (["--data", "{bad}/three.jsonl"], "3 problems read, 3 kept, but --data with --prompts 4 needs"),
-    (["--data", "{bad}/three.jsonl", "--max-prompt-tokens", "2"], "3 problems read, 0 kept"),
+    (["--data", "{bad}/three.jsonl", "--prompts", "2", "--max-prompt-tokens", "2"],
+     "3 problems read, 0 kept"),
     (["--model", "{bad}/nowhere"], "nowhere"), (["--model", "{bad}"], "{bad}"),
     (["--model", "/\udcff"], "no model /\\udcff"),  # a name that is no UTF-8
     (["--model", "{bad}/sliding"], "sliding_window=4096"),

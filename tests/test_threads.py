@@ -106,7 +106,7 @@ def test_silu_where_it_is_used(dtype):
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
 def test_every_layer_has_it(architecture, tmp_path):
-    """`cut_into_stages` puts it into all layers, those of every stage, and a copy and a saved folder are as
+    """`cut_into_stages` puts it into all layers of every stage; a copy and a saved folder are as
     ever; a model with another activation keeps its own."""
     cut = cut_into_stages(attach(small_model(architecture)), ["cpu", "cpu"])
     for whose in (cut, frozen_copy(cut, torch.bfloat16)):
