@@ -114,7 +114,7 @@ def test_benchmarks_run(random_folder, tmp_path, command):
     data = tmp_path / "data.jsonl"
     data.write_text('{"question": "1+1=", "answer": "2"}\n' * 8)
     words = [{"MODEL": str(random_folder), "DATA": str(data)}.get(w, w) for w in command.split()]
-    done = subprocess.run([sys.executable, ROOT / "tests/bench" / words[0], *words[1:]], timeout=120,
-                          cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "tests/bench" / words[0], *words[1:]],
+                          timeout=120, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert isinstance(json.loads(done.stdout.splitlines()[-1]), dict)

@@ -38,11 +38,11 @@ def rss():
         return int(file.read().split()[1]) * resource.getpagesize()
 running, periods = {"now": -1}, pa.run_periods
 save, score, group_metrics, reward = pa.save, pa.Scorer.__call__, pa.group_metrics, pa.math_reward
-async def noted(run, out):
+async def noted(run):
     running["run"], before = run, {*threading.enumerate()}
     idle = len(asyncio.all_tasks())
     try:
-        return await periods(run, out)
+        return await periods(run)
     finally:
         ours = ("generate", "train", "all cores", "tqdm")  # and one of the progress bar
         threads = [thread.name for thread in {*threading.enumerate()} - before

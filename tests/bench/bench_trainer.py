@@ -1,6 +1,6 @@
 """Seconds of a training pass with the prompt once a response, and once a group; memory of the head.
 
-    python tests/bench/bench_trainer.py MODEL [--threads 2] [--repeats 3] [--shapes 64,8,64 512,8,64]
+    python tests/bench/bench_trainer.py MODEL [--threads 2] [--repeats 3] [--shapes 64,8,64 ..]
 
 Forward and backward pass of one group of P prompt tokens and K responses of R tokens (R~0.8: of R
 on average, log-normal with that sigma; further K,R: further responses), random ids, float32: the
