@@ -106,8 +106,8 @@ def lengths(shape):
 def measure(model, shape, repeats):
     """What is reported of one shape."""
     (p, r), rng = lengths(shape), np.random.default_rng(0)
-    group = [rng.integers(10, model.vocab_size, p)], [
-        [rng.integers(10, model.vocab_size, n) for n in r]]
+    prompt, *responses = (rng.integers(10, model.vocab_size, n).tolist() for n in (p, *r))
+    group = [prompt], [responses]
     seconds, products = ({form: [] for form in FORMS} for _ in range(2))
     logprobs, rates = {}, []
     for repeat in range(-1, repeats):  # -1: warm-up
