@@ -166,12 +166,6 @@ def two_steps(policy, groups, update=None, **changes):
     return *steps, trainer.models.reference, metrics
 
 
-@pytest.fixture
-def unclipped(monkeypatch):
-    """The norm to which a gradient is clipped would hide a wrong divisor."""
-    monkeypatch.setattr(periodic_async, "CLIP_NORM", float("inf"))
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 def test_proposition_2_arrival_order_does_not_change_the_gradient(random_policy, unclipped, loss):
     """The paper's proposition 2, and A02: any order of the groups and any micro-batch size give the

@@ -86,6 +86,15 @@ def test_readme_names_every_flag_and_metric():
         assert f"`{name}`" in readme, name
 
 
+def test_the_tests_readme_names_every_file():
+    """A file of tests/ and tests/bench that its table leaves out, or one that is gone."""
+    tests = ROOT / "tests"
+    there = {str(path.relative_to(tests)) for path in tests.glob("**/*")
+             if path.suffix in (".py", ".md") and path != tests / "README.md"}
+    named = re.findall(r"`((?:bench/)?\w+\.(?:py|md))`", source("tests/README.md"))
+    assert sorted(named) == sorted(there)
+
+
 def test_readme_map_names_what_exists():
     """Every function and file that the README's map from the paper names is there."""
     names = re.findall(r"`(\w+)\.py: ([\w.]+)`", source("README.md"))
@@ -114,7 +123,7 @@ def test_benchmarks_run(random_folder, tmp_path, command):
     data = tmp_path / "data.jsonl"
     data.write_text('{"question": "1+1=", "answer": "2"}\n' * 8)
     words = [{"MODEL": str(random_folder), "DATA": str(data)}.get(w, w) for w in command.split()]
-    done = subprocess.run([sys.executable, ROOT / "tests/bench" / words[0], *words[1:]], timeout=120,
-                          cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "tests/bench" / words[0], *words[1:]],
+                          timeout=120, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert isinstance(json.loads(done.stdout.splitlines()[-1]), dict)

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import model
 import periodic_async
 from attention import attach, pack
-from model import InferenceCopy, cut_into_stages, exact_threads, frozen_copy, load, token_logprobs
+from model import (InferenceCopy, cut_into_stages, exact_threads, frozen_copy, load,
+                   token_logprobs)
 from periodic_async import Timeline, Worker, train, usable_cores
 
 slow = pytest.mark.slow
@@ -106,8 +107,8 @@ def test_silu_where_it_is_used(dtype):
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
 def test_every_layer_has_it(architecture, tmp_path):
-    """`cut_into_stages` puts it into all layers of every stage; a copy and a saved folder are as
-    ever; a model with another activation keeps its own."""
+    """`cut_into_stages` puts it into all layers, those of every stage, and a copy and a saved
+    folder are as ever; a model with another activation keeps its own."""
     cut = cut_into_stages(attach(small_model(architecture)), ["cpu", "cpu"])
     for whose in (cut, frozen_copy(cut, torch.bfloat16)):
         layers = [layer for _, stage in whose.stages for layer in stage.layers]

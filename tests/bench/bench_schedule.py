@@ -1,7 +1,7 @@
 """A simulation of a period: which split of the devices into stages and copies is best, and why.
 
     python tests/bench/bench_schedule.py [MODEL] [--device 80GB] [--prompts 128] [--samples 16]
-    python tests/bench/bench_schedule.py --micro-batches      # what --micro-batch-tokens makes of 7B
+    python tests/bench/bench_schedule.py --micro-batches    # what --micro-batch-tokens makes of 7B
 
 `simulate` is an event simulation of one period. With MODEL, a folder of a small model, its
 constants are measured on this machine by short probes before and after each of three real periods,
@@ -369,9 +369,9 @@ class Probes:
         run.timeline.open()
         await run_period(run.generator, run.trainer, self.problems, setting.samples, rewards,
                          setting.schedule == "async")
-        await run.generator.update(run.trainer.models.policy, 0)
-        run.trainer.version = 0
-        return run.timeline.close()
+        metrics = run.timeline.close()
+        run.trainer.version = self.copy.version = 0
+        return metrics
 
 
 def compare(model: str, setting: Measured, repeats: int) -> dict:

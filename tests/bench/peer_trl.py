@@ -32,6 +32,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import periodic_async
 from attention import attach
@@ -111,7 +112,7 @@ def ours(policy, reference, groups, kind, masked):
     for group in groups:
         trainer._train([group])  # the first pass, at a ratio of 1; it scores the reference
     assert len(trainer.batches) > len(groups), "no group was split"
-    trainer.optimizer.zero_grad()
+    trainer.optimizer.zero_grad(set_to_none=False)  # the embedding would get a sparse one
     trainer.sums, found = {}, {}
     for micro_batch in trainer.batches:
         micro_batch.old = micro_batch.sampled
