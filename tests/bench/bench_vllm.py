@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-for folder in Path(__file__).parents[:3]:
-    sys.path.insert(0, str(folder))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench_rollout import PROMPT, SAMPLES, FixedLengths
 from model import frozen_copy, load
 from vllm_rollouts import ask
