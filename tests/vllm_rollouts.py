@@ -75,6 +75,7 @@ class Servers:
         self.servers, self.config, self.worker = servers, config, worker
         self.stop, self.longest_prompt = stop_ids(policy, tokenizer), longest_prompt
         self.version, self.label, self.in_flight = -1, "", 0  # θ_0 has to be sent, too
+        self.folder = Path(config.out).absolute() / "weights"
 
     async def __aenter__(self):
         needed, self.seats = self.longest_prompt + self.config.max_new_tokens, asyncio.Queue()
@@ -88,7 +89,7 @@ class Servers:
         return self
 
     async def __aexit__(self, *error):
-        pass  # nothing of a run outlives its requests
+        shutil.rmtree(self.folder, ignore_errors=True)  # as large as the model
 
     async def generate(self, problem, samples, *, temperature=None):
         # Sample k gets the seed + k: the seeds of two prompts must be far apart.
@@ -144,11 +145,11 @@ class Servers:
     async def update(self, policy, version):
         if self.in_flight:
             raise RuntimeError("weights were sent while requests were in flight")
-        folder, label = Path(self.config.out).absolute() / "weights", secrets.token_hex(8)
-        await self.worker.run("copy", write, policy, folder)
+        label = secrets.token_hex(8)
+        await self.worker.run("copy", write, policy, self.folder)
         async with asyncio.TaskGroup() as sending:
             for server in self.servers:
-                sending.create_task(send(server, str(folder), label))
+                sending.create_task(send(server, str(self.folder), label))
         self.version, self.label = version, label
 
 
