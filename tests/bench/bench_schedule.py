@@ -395,7 +395,7 @@ def compare(model: str, setting: Measured, repeats: int) -> dict:
 
     with tempfile.TemporaryDirectory() as out:
         config = Config(model=model, prompts=setting.groups, samples=setting.samples, beta=0.04,
-                        rows=setting.rows, max_new_tokens=setting.longest, periods=1,
+                        rows=setting.rows, max_new_tokens=setting.longest, periods=1, gap_limit=0.0,
                         learning_rate=1e-9, micro_batch_groups=setting.micro_batch_groups).checked()
         shared = periodic_async.thread("all cores")
         predicted, found = asyncio.run(measured(
