@@ -795,8 +795,6 @@ def test_gap_limit_ends_a_run_whose_weights_were_not_copied(warm_folder, tmp_pat
     assert len((tmp_path / "out/metrics.jsonl").read_text().splitlines()) == 2
     off = dataclasses.replace(settings, gap_limit=0.0, out=str(tmp_path / "off"))
     assert child(LOST, off).ended(60)[0] == 0
-    whole = dataclasses.replace(settings, out=str(tmp_path / "whole"))
-    assert child("", whole).ended(60)[0] == 0
 
 
 def test_gap_limit_is_read_before_the_optimizer(random_policy):

@@ -210,7 +210,7 @@ def test_vllm_from_the_command_line(warm_folder, tmp_path, stub, fault):
         [sys.executable, ROOT / "tests/vllm_rollouts.py", "--rollout-servers", server.address,
          "--model", warm_folder, "--out", tmp_path / "out", "--periods", "2", "--prompts", str(P),
          "--samples", str(K), "--max-new-tokens", str(TOKENS), "--save-every", "0"],
-        capture_output=True, text=True, timeout=60)
+        capture_output=True, text=True, timeout=120)
     assert done.returncode == bool(fault), done.stderr
     if fault:
         assert done.stderr.splitlines()[-1].startswith(f"error: {server.address}")
