@@ -773,7 +773,7 @@ def test_bfloat16_runs(warm_folder, tmp_path):
 # -------------------------------------------------------------- tokens of other weights: the guard
 
 LOST = """
-import itertools, sys
+import itertools
 copied, number = pa.copy_weights, itertools.count(1)
 def lose_one(src, dst, version):
     if next(number) == 2:

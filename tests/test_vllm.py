@@ -91,8 +91,11 @@ class Stub:
             spans.append({"version": "old", "start": spans[0]["end"], "end": spans[0]["end"] + 1})
         elif fault == "silent about versions":
             choices[1]["weight_versions"] = None
-        elif fault == "cut":
-            choices[2] |= {"finish_reason": "length", "token_ids": choices[2]["token_ids"][:-1]}
+        elif fault == "cut":  # as where the context is full
+            for choice in choices:
+                choice["finish_reason"] = "length" if len(choice["token_ids"]) < TOKENS else "stop"
+        elif fault == "a log-prob is missing":
+            choices[2]["logprobs"]["content"].pop()
         return "200 half" if fault == "half" else "200 OK", {"choices": choices}
 
     @torch.no_grad()
@@ -176,7 +179,8 @@ def test_vllm_two_servers_of_which_one_is_slow(warm_folder, tmp_path, stub):
     ("killed", "broke off|reset|[Cc]onnect"),
     ("error", "answered http/1.1 500 internal server error: { .error.: .planted. }"),
     ("half", "broke off after"), ("fewer", "3 of 4 responses"), ("version", "is of version old"),
-    ("silent about versions", "NoneType"), ("cut", "ended by length"), ("short", "context of 9")])
+    ("silent about versions", "NoneType"), ("cut", "ended by length"),
+    ("a log-prob is missing", r"of \d tokens has \d log-probs"), ("short", "context of 9")])
 def test_vllm_faults_end_the_run(warm_folder, tmp_path, stub, fault, says):
     """One sentence with server and reason; within a second where a server is killed in the middle
     of a period."""
