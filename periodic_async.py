@@ -239,6 +239,10 @@ class Generator:
                 future.set_exception(error)
 
 
+class GapError(RuntimeError):
+    """What was sampled is not from the weights being trained."""
+
+
 class Sample(NamedTuple):
     """A response on its way into a micro-batch."""
     group: Group
@@ -381,12 +385,15 @@ class Trainer:
             policy = self.models.score(self.models.policy, batch.packed, cuts=cuts)
         loss, sums = grpo_loss(policy, batch.old, batch.reference, batch.advantages,
                                batch.token_weights, clip_low=self.config.clip_low,
-                               clip_high=self.config.clip_high, beta=self.config.beta)
+                               clip_high=self.config.clip_high, beta=self.config.beta,
+                               sampled=batch.sampled, importance_cap=self.config.importance_cap)
         self.flights.append([*cuts, (loss, None)])
         self._back_by_one_stage()
         if first:
-            gap = (policy.detach() - batch.sampled).abs()
-            sums |= {"gap_sum": gap.sum(), "first_tokens": gap.numel(), **entropy}
+            known = ~batch.sampled.isnan()
+            gap = (policy.detach() - batch.sampled).abs().where(known, 0)
+            sums |= {"gap_sum": gap.sum(), "gap_tokens": known.sum(), "first_tokens": gap.numel(),
+                     **entropy}
             self.sums["gap_max"] = torch.maximum(gap.max(), self.sums.get("gap_max", gap[0]))
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
@@ -405,13 +412,14 @@ class Trainer:
 
     def _end_period(self) -> dict[str, float]:
         passes, norm = 0, 0.0
-        self.unmasked_tokens = self.nodes.sums({"tokens": self.unmasked_tokens})["tokens"]
         while passes < self.config.inner_steps:
             if passes:
                 for batch in self.batches:
                     self._forward_backward(batch)
             while self.flights:
                 self._back_by_one_stage()
+            if not passes:
+                self._check_gap()
             norm = self._optimizer_step()
             passes += 1
             if self.bad_steps:
@@ -420,6 +428,19 @@ class Trainer:
         metrics = self._metrics(passes, norm)
         self._start_period()
         return metrics
+
+    def _check_gap(self) -> None:
+        """Before the first step. Raises GapError where tokens came from other weights: a weight
+        copy that got lost, here or in another engine, has the right version and shows here alone.
+        (A NaN is left to `_optimizer_step`.) Sums the nodes' tokens, which `dapo` divides by."""
+        known = self.nodes.sums({"unmasked": self.unmasked_tokens,
+                                 "gap": float(self.sums.get("gap_sum", 0)),
+                                 "tokens": float(self.sums.get("gap_tokens", 0))})
+        self.unmasked_tokens = known["unmasked"]
+        limit, mean = self.config.gap_limit, known["gap"] / max(known["tokens"], 1)
+        if 0 < limit < mean:
+            raise GapError("what was sampled is not from the weights being trained: log-probs are "
+                           f"{mean:.1e} a token apart, --gap-limit is {limit:g}")
 
     def _optimizer_step(self) -> float:
         """Add up the nodes' gradients, scale (`dapo`), clip, step. A gradient that is not finite
@@ -455,8 +476,9 @@ class Trainer:
             "loss": sums["loss"] * self._loss_scale() / passes, "kl": sums["kl_sum"] / tokens,
             "clip_low_share": sums["clip_low_tokens"] / tokens,
             "clip_high_share": sums["clip_high_tokens"] / tokens,
+            "importance_capped_share": sums["importance_capped_tokens"] / tokens,
             "entropy": sums["entropy_sum"] / first_tokens, "logp_gap_max": sums["gap_max"],
-            "logp_gap_mean": sums["gap_sum"] / first_tokens, "gradient_norm": norm,
+            "logp_gap_mean": sums["gap_sum"] / max(sums["gap_tokens"], 1), "gradient_norm": norm,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "skipped_groups": sums["skipped_groups"], "bad_steps": self.bad_steps}
 
@@ -507,7 +529,7 @@ RUNS = f"runs/%Y-%m-%d_%H-%M-%S_{os.getpid()}"  # two may start within a second
 LARGE = {"learning_rate": 1e-6, "max_new_tokens": 512, "micro_batch_groups": 1}
 # Flags that a resumed run may change: the tokens and weights of its periods stay the same.
 HARMLESS = {"schedule", "periods", "recompute", "eval_data", "eval_every", "eval_samples",
-            "eval_limit", "plan", "out", "save_every", "keep", "resume"}
+            "eval_limit", "gap_limit", "plan", "out", "save_every", "keep", "resume"}
 
 
 class UserError(Exception):
@@ -563,6 +585,10 @@ class Config:
     beta: float = _default(0.02, "weight of the KL to the reference; 0: no reference", least=0)
     clip_low: float = _default(0.2, "the ratio is clipped at 1 - this", least=0)
     clip_high: float = _default(0.2, "and at 1 + this", least=0)
+    importance_cap: float = _default(0.0, "the surrogate times exp(old - sampled), this at "
+                                          "most, where another engine samples; 0: off", least=0)
+    gap_limit: float | None = _default(None, "a larger mean gap of sampled and trained log-probs "
+                                             "ends the run (1e-3; bfloat16: 0.1); 0: off", least=0)
     mask_truncated: bool = _default(False, "no gradient from responses cut off at the limit")
     learning_rate: float | None = _default(None, "of AdamW once warm (1e-6; tiny: 2e-4)", least=0)
     # evaluation, between periods and at both ends
@@ -587,7 +613,8 @@ class Config:
 
     def checked(self) -> "Config":
         """With model-dependent defaults filled in. Raises ValueError naming the flag at fault."""
-        defaults = (TINY if self.model == "tiny" else LARGE) | {"out": time.strftime(RUNS)}
+        defaults = (TINY if self.model == "tiny" else LARGE) | {
+            "out": time.strftime(RUNS), "gap_limit": 0.1 if self.dtype == "bfloat16" else 1e-3}
         config = replace(self, **{name: value for name, value in defaults.items()
                                   if getattr(self, name) in (None, "")})
         for f in fields(config):
@@ -599,6 +626,8 @@ class Config:
                 raise ValueError(f"{flag(f.name)} must be {least} or more, not {value}")
         if config.seed >= 2**63:
             raise ValueError(f"--seed must be below 2**63, not {config.seed}")
+        if 0 < config.importance_cap < 1:  # it would scale tokens of equal log-probs, too
+            raise ValueError("--importance-cap must be 1 or more, or 0 for none")
         if not config.periods and not config.eval_data:
             raise ValueError("--periods 0 evaluates and stops: it needs --eval-data")
         if config.keep == 0 or (config.resume and not self.out):
@@ -1456,7 +1485,8 @@ def original(error: BaseException) -> BaseException:
     return original(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None,
+         make_generator: Callable = built_in_generator) -> None:
     """The command line. Exit codes: 0, 1 a failed run, 2 a user's mistake, 130 Ctrl-C, 143 TERM."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.error = lambda message: end(f"error: {message}", 2)
@@ -1480,14 +1510,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stopped)
     try:
-        print(as_json(train(config, nodes=nodes)), flush=True)
+        print(as_json(train(config, make_generator, nodes)), flush=True)
     except UserError as error:
         nodes.speak()
         end(f"error: {error}", 2)
     except BaseException as error:
         nodes.speak()
         said = f"error: {error}"
-        if not isinstance(error, (OSError, MemoryError)) or hasattr(error, "__notes__"):
+        if not isinstance(error, (OSError, MemoryError, GapError)) or hasattr(error, "__notes__"):
             traceback.print_exception(error)  # a fault, or a reward's own error
             said = "the run failed"
         end(f"{said}; {going_on(config.out)}", 1)

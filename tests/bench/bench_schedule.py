@@ -395,7 +395,7 @@ def compare(model: str, setting: Measured, repeats: int) -> dict:
 
     with tempfile.TemporaryDirectory() as out:
         config = Config(model=model, prompts=setting.groups, samples=setting.samples, beta=0.04,
-                        rows=setting.rows, max_new_tokens=setting.longest, periods=1,
+                        rows=setting.rows, max_new_tokens=setting.longest, periods=1, gap_limit=0.0,
                         learning_rate=1e-9, micro_batch_groups=setting.micro_batch_groups).checked()
         shared = periodic_async.thread("all cores")
         predicted, found = asyncio.run(measured(
@@ -532,8 +532,8 @@ def nodes_table(name: str, device_name: str, number: int, given) -> dict[str, fl
     float32 gradients, which crosses each node's network 2 (n - 1) / n times."""
     model, device, found, nodes = MODELS[name], DEVICES[device_name], {}, number // 8
     summed = 4 * model.parameters / given.network * 2 * (nodes - 1) / nodes
-    print(f"\nsimulation: {name} on {nodes} nodes of 8 devices of {device_name}, a process each; the "
-          f"sum takes {summed:.1f} s\nstages+copies of a node   sync s   async s  speed-up")
+    print(f"\nsimulation: {name} on {nodes} nodes of 8 devices of {device_name}, a process each; "
+          f"the sum takes {summed:.1f} s\nstages+copies of a node   sync s   async s  speed-up")
     for stages in range(1, min(8, model.layers + 1)):
         if stage_bytes(model, stages, given.micro_batch_tokens) > USABLE * device.memory:
             continue
