@@ -159,7 +159,7 @@ def test_vllm_plain_run(warm_folder, tmp_path, stub, schedule):
     sampling = [request["sampling_params"] for request in server.requests]
     seeds = sorted(s["seed"] for s in sampling)
     assert len(seeds) == 3 * P + 4 and min(b - a for a, b in itertools.pairwise(seeds)) >= K
-    assert sorted(s["n"] for s in sampling) == [1] * 4 + [K] * 3 * P
+    assert sorted((s["n"], s["temperature"]) for s in sampling) == [(1, 0)] * 4 + [(K, 0.8)] * 3 * P
     metrics = [json.loads(line) for line in open(tmp_path / "out/metrics.jsonl")]
     assert all(m["logp_gap_max"] > 0 and m["gradient_norm"] > 0 for m in metrics)
 
