@@ -37,6 +37,7 @@ What makes both schedules equal, bit for bit on a CPU with any number of cores, 
 import argparse
 import asyncio
 import contextlib
+import errno
 import hashlib
 import inspect
 import itertools
@@ -65,8 +66,8 @@ from tqdm import tqdm
 
 from attention import ComputedTokens, Packed, attach, pack, upload
 from grpo import (CLOSING, LOSSES, Group, Problem, Response, draw_problems, encode_prompt,
-                  group_advantages, group_metrics, grpo_loss, math_reward, mean_scored,
-                  read_problems, token_weights)
+                  group_advantages, group_metrics, grpo_loss, is_number, math_reward,
+                  mean_scored, read_problems, token_weights)
 from model import (TINY, InferenceCopy, TriModel, arithmetic, copy_weights, cut_into_stages,
                    exact_threads, find_devices, frozen_copy, load, memory_plan, stages, stop_ids,
                    usable_cores)
@@ -616,13 +617,18 @@ def thread(name: str) -> ThreadPoolExecutor:
 
 class Timeline:
     """Who worked when in a period: spans (side, name, start, end) of `perf_counter`. Written as a
-    trace for chrome://tracing and Perfetto: an array, whose last bracket is optional."""
+    trace for chrome://tracing and Perfetto: an array, whose last bracket is optional. A resumed
+    run adds to the lines that are there, but for half a one."""
 
-    def __init__(self, trace: Path):
+    def __init__(self, trace: Path, resume: bool = False):
         self.start, self.end = 0.0, 0.0
         self.spans: list[tuple[str, str, float, float]] = []
-        self.file = open(trace, "w")
-        print("[", file=self.file)
+        whole = trace.read_bytes().rfind(b"\n") + 1 if resume and trace.exists() else 0
+        self.file = open(trace, "a" if whole else "w")
+        if whole:
+            self.file.truncate(whole)
+        else:
+            print("[", file=self.file)
 
     def open(self) -> None:
         """Begin a period."""
@@ -678,11 +684,21 @@ def named_if_no_memory(where: str, relief: str):
 
 # ---- Reading and scoring
 
-def read_prompts(config: Config, source: str, least: int, tokenizer) -> list[Problem]:
-    """The problems of the file that the flag `source` names, without one the built-in sums, whose
-    prompts are short enough. Raises ValueError where they are fewer than `least`."""
+def read_questions(config: Config, source: str) -> list[Problem]:
+    """The problems of the file that the flag `source` names, without one the built-in sums; their
+    prompts are not encoded yet: a mistake shows before a model is loaded. Raises ValueError."""
     path = getattr(config, source)
-    template = config.prompt_template or ("{question}\n\n" + CLOSING if path else "{question}")
+    read = read_problems(path) if path else [arithmetic(config.seed, i) for i in range(1000)]
+    if words := sum(not is_number(gold) for _, gold in read):
+        print(f"{path}: {words} of {len(read)} gold answers are no plain numbers: `math` compares "
+              "them by their spelling")
+    return [Problem((), gold, key, question) for key, (question, gold) in enumerate(read)]
+
+
+def prompt_template(config: Config, source: str) -> str:
+    """Raises ValueError for what is neither a template nor a file that holds one."""
+    template = config.prompt_template or (
+        "{question}\n\n" + CLOSING if getattr(config, source) else "{question}")
     try:
         if "{question}" not in template:
             template = Path(template).read_text(encoding="utf-8")
@@ -690,32 +706,83 @@ def read_prompts(config: Config, source: str, least: int, tokenizer) -> list[Pro
     except (OSError, ValueError) as error:
         raise ValueError("--prompt-template is neither text with {question} in it nor a file that "
                          f"holds such text: {error}") from None
-    read = (read_problems(path) if path
-            else [arithmetic(config.seed, i) for i in range(1000)])
-    rows = [Problem(encode_prompt(tokenizer, template.replace("{question}", question)), gold,
-                    key, question) for key, (question, gold) in enumerate(read)]
+    return template
+
+
+def encoded(config: Config, source: str, read: list[Problem], tokenizer) -> list[Problem]:
+    """Those problems with their prompts, whose prompts are short enough and whose questions hold no
+    text that would become a special token."""
+    template, name = prompt_template(config, source), getattr(config, source) or "arithmetic"
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    plain = [row for row in read if not any(token in row.question for token in special)]
+    rows = [replace(row, prompt_ids=encode_prompt(
+        tokenizer, template.replace("{question}", row.question))) for row in plain]
     fitting = [row for row in rows if len(row.prompt_ids) <= config.max_prompt_tokens]
+    if len(plain) < len(read):
+        print(f"{name}: {len(read) - len(plain)} of {len(read)} questions hold the text of a "
+              "special token of the tokenizer, and are skipped")
     if len(fitting) < len(rows):
-        print(f"{path or 'arithmetic'}: {len(rows) - len(fitting)} of {len(rows)} prompts are "
-              f"longer than --max-prompt-tokens {config.max_prompt_tokens}, and skipped")
-    if len(fitting) < least:
-        raise ValueError(f"{path or 'arithmetic'}: {len(rows)} problems read, {len(fitting)} kept, "
-                         f"but {flag(source)} with --prompts {config.prompts} needs {least}")
-    return fitting
+        print(f"{name}: {len(rows) - len(fitting)} of {len(read)} prompts are longer than "
+              f"--max-prompt-tokens {config.max_prompt_tokens}, and skipped")
+    return enough(config, source, len(read), fitting)
+
+
+def enough(config: Config, source: str, read: int, kept: list[Problem]) -> list[Problem]:
+    """The problems kept of those read. Raises ValueError where they are too few for a period."""
+    least = config.prompts if config.periods and source == "data" else 1
+    if len(kept) < least:
+        raise ValueError(f"{getattr(config, source) or 'arithmetic'}: {read} problems read, "
+                         f"{len(kept)} kept, but {flag(source)} with --prompts {config.prompts} "
+                         f"needs {least}")
+    return kept
+
+
+class Threads(ThreadPoolExecutor):
+    """A daemon thread a call. Nothing waits for one that is stuck: no event loop that ends, and no
+    process."""
+
+    def submit(self, function, /, *args, **kwargs) -> Future:
+        future = Future()
+        future.set_running_or_notify_cancel()  # whose caller may go away: the result has a place
+
+        def call():
+            """In the thread: whatever comes of the function goes into the future."""
+            try:
+                future.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                if isinstance(error, StopIteration):  # which no asyncio future can hold
+                    stop, error = error, RuntimeError("the reward raised StopIteration")
+                    error.__cause__ = stop
+                future.set_exception(error)
+        threading.Thread(target=call, daemon=True).start()
+        return future
+
+    def shutdown(self, wait=True, *, cancel_futures=False) -> None:
+        pass
+
+
+THREADS = Threads()
 
 
 class Scorer:
     """Rewards of responses. An async function is awaited; a plain one runs in a thread, `threads`
-    at most at once, so that the event loop goes on. A call that takes longer than `seconds` counts
-    0, and its thread, which Python cannot stop, is left behind. None and NaN stay NaN: unscored."""
+    at most at once, so that the event loop goes on; an awaitable that it returns is awaited. A call
+    that takes longer than `seconds` counts 0 and is left behind, for neither a thread nor a task
+    that catches its cancellation can be stopped. None and NaN stay NaN: unscored."""
 
     def __init__(self, function: Callable, tokenizer, seconds: float, threads: int = CORES):
         self.function, self.tokenizer, self.seconds = function, tokenizer, seconds
-        self.awaited = inspect.iscoroutinefunction(function)
+        self.awaited = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         self.seats = contextlib.nullcontext() if self.awaited else asyncio.Semaphore(threads)
+        self.numbers = defaultdict(list)  # that came with rewards, by name
 
     def text(self, response: Response) -> str:
         return self.tokenizer.decode(response.ids, skip_special_tokens=True)
+
+    def means(self) -> dict[str, float]:
+        """Of the numbers, in any order of the calls."""
+        return {f"reward/{name}": math.fsum(values) / len(values)
+                for name, values in sorted(self.numbers.items())}
 
     async def __call__(self, problem: Problem, responses: Sequence[Response]) -> list[float]:
         async with asyncio.TaskGroup() as calls:
@@ -724,40 +791,49 @@ class Scorer:
 
     async def _reward(self, text: str, problem: Problem) -> float:
         async with self.seats:
+            # No task of the group, and `wait`, not `timeout`: both would wait for its end.
+            call = asyncio.ensure_future(self._call(text, problem))
             try:
-                async with asyncio.timeout(self.seconds) as limit:
-                    reward = await (self.function(text, problem) if self.awaited
-                                    else in_thread(self.function, text, problem))
-            except TimeoutError:
-                if not limit.expired():  # the function's own
-                    raise
-                tqdm.write(f"a reward of problem {problem.key} took more than --reward-seconds "
-                           f"{self.seconds} and counts 0")
-                return 0.0
-        reward = math.nan if reward is None else float(reward)
-        if math.isinf(reward):
-            raise ValueError(f"the reward of a response to problem {problem.key} is {reward}, not "
-                             "a finite number, or None for none")
-        return reward
+                await asyncio.wait([call], timeout=self.seconds)
+            finally:
+                late = call.cancel()
+                call.add_done_callback(lambda call: call.cancelled() or call.exception())
+        if late:
+            tqdm.write(f"a reward of problem {problem.key} took more than --reward-seconds "
+                       f"{self.seconds} and counts 0")
+            return 0.0
+        return self._checked(call.result(), problem)
 
-
-def in_thread(function: Callable, *args) -> asyncio.Future:
-    """Call a function in a daemon thread of its own: at its end the process would wait for a stuck
-    thread of an executor."""
-    future = Future()
-    future.set_running_or_notify_cancel()  # its caller may go away; the result still has a place
-
-    def call():
-        """In the thread: whatever comes of the function goes into the future."""
+    async def _call(self, text: str, problem: Problem):
         try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            if isinstance(error, StopIteration):  # which no asyncio future can hold
-                stop, error = error, RuntimeError("the reward raised StopIteration")
-                error.__cause__ = stop
-            future.set_exception(error)
-    threading.Thread(target=call, daemon=True).start()
-    return asyncio.wrap_future(future)
+            if self.awaited:
+                return await self.function(text, problem)
+            call = THREADS.submit(self.function, text, problem)
+            result = await asyncio.wrap_future(call)
+            if not inspect.isawaitable(result):
+                return result
+            self.seats = contextlib.nullcontext()  # of the next calls of a lambda, say
+            return await result
+        except Exception as error:
+            error.add_note(f"raised by the reward of a response to problem {problem.key}")
+            raise
+
+    def _checked(self, result, problem: Problem) -> float:
+        """A reward; keeps the numbers that came with it."""
+        try:
+            reward, numbers = result if isinstance(result, tuple) else (result, {})
+            reward = math.nan if reward is None else float(reward)
+            numbers = {name: float(number) for name, number in numbers.items()}
+            if math.isinf(reward) or not (all(map(math.isfinite, numbers.values()))
+                                          and all(isinstance(name, str) for name in numbers)):
+                raise ValueError
+        except (TypeError, ValueError, AttributeError, OverflowError):
+            raise ValueError(f"the reward of a response to problem {problem.key} is {result!r:.200}"
+                             ", not a finite number, None, or one of them and {name: number}"
+                             ) from None
+        for name, number in numbers.items():
+            self.numbers[name].append(number)
+        return reward
 
 
 def reward_function(name: str) -> Callable:
@@ -827,27 +903,36 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor,
     ValueError or OSError for what the user can mend."""
     torch.set_num_threads(CORES)  # of this thread
     begun = time.perf_counter()
-    reward = reward_function(config.reward)  # first: a mistake there shows at once
-    train_on = find_devices(config.train_devices)
+    reward = reward_function(config.reward)  # first all in which a mistake shows at once
+    sources = ["data", "eval_data"] if config.eval_data else ["data"]
+    read = {source: read_questions(config, source) for source in sources}
+    for source in sources:
+        enough(config, source, len(read[source]), read[source])
+    read_sha256 = sha256([prompt_template(config, "data"),
+                          [(p.question, p.answer) for p in read["data"]]])
+    train_on, rollout_on = find_devices(config.train_devices), rollout_devices(config)
     if train_on[0].type != "cpu" and config.model != "tiny" and config.periods:
         _, _, too_much = memory_plan(**vars(config))
         if too_much:
             raise ValueError(too_much)
+    folder, state = start(config, out, read_sha256)
     policy, tokenizer = load(config.model, train_on, seed=config.seed)
     if config.attention == "dense":
         attach(policy, "dense")
-    problems = read_prompts(config, "data", config.prompts if config.periods else 1, tokenizer)
-    held_out = read_prompts(config, "eval_data", 1, tokenizer) if config.eval_data else []
-    held_out = [replace(problem, key=EVAL_KEYS + problem.key)
-                for problem in held_out[:config.eval_limit or None]]
-    problems_sha256 = hashlib.sha256(
-        repr([(p.prompt_ids, p.answer) for p in problems]).encode()).hexdigest()
+    problems, *held_out = (encoded(config, source, read[source], tokenizer) for source in sources)
+    held_out = [replace(problem, key=EVAL_KEYS + problem.key) for rows in held_out
+                for problem in rows[:config.eval_limit or None]]
+    prompts_sha256 = sha256([p.prompt_ids for p in problems])
+    if state.setdefault("prompts_sha256", prompts_sha256) != prompts_sha256:
+        print("the prompts are not those of the run that is resumed, though questions, answers and "
+              "template are: its chat template prints the date, perhaps")
     dtype = getattr(torch, config.dtype)
     reference = frozen_copy(policy, dtype) if config.beta and config.periods else None
-    state = restore(config, out, problems_sha256, policy)
+    if folder:
+        restore(config, out, folder, state, policy)
     for half_written in out.glob(".period-*"):
         shutil.rmtree(half_written)
-    timeline, working = Timeline(out / "trace.json"), set()
+    timeline, working = Timeline(out / "trace.json", config.resume), set()
     most = exact_threads(policy, CORES)
     generate = Worker("generate", timeline, shared, working, f"--rows {config.rows}", most)
     train = Worker("train", timeline, shared, working,
@@ -868,7 +953,7 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor,
     return Run(config=config, out=out, problems=problems, held_out=held_out, tokenizer=tokenizer,
                score=Scorer(reward, tokenizer, config.reward_seconds), trainer=trainer,
                generator=generator, timeline=timeline, history=state.pop("history"), state=state,
-               devices={*train_on, *rollout_devices(config)})
+               devices={*train_on, *rollout_on})
 
 
 async def run_periods(run: Run) -> list[dict]:
@@ -886,11 +971,13 @@ async def run_periods(run: Run) -> list[dict]:
                 await evaluate(run)
             for period in range(len(history), config.periods):
                 timeline.open()
+                run.score.numbers.clear()  # of an evaluation
                 problems = draw_problems(run.problems, config.seed, period * config.prompts,
                                          config.prompts)
                 groups, step = await run_period(generator, trainer, problems, config.samples,
                                                 run.score, overlap=config.schedule == "async")
-                metrics = {"period": period, **group_metrics(groups), **timeline.close(), **step}
+                metrics = {"period": period, **group_metrics(groups), **timeline.close(), **step,
+                           **run.score.means()}
                 history.append(metrics)
                 groups.sort(key=lambda group: problems.index(group.problem))  # for the digest
                 write_rollouts(run, period, groups, rollouts)
@@ -994,29 +1081,38 @@ def save(run: Run) -> None:
     folder = out / f".{final.name}"
     try:
         folder.mkdir()
-        trainer.models.policy.save_pretrained(folder)
+        policy = trainer.models.policy
+        policy.generation_config.eos_token_id = stop_ids(policy, run.tokenizer) or None
+        policy.save_pretrained(folder)
         run.tokenizer.save_pretrained(folder)
         torch.save(trainer.optimizer.state_dict(), folder / "optimizer.pt")
         shutil.copy(out / "metrics.jsonl", folder)
         state = run.state | {
             "bad_steps": trainer.bad_steps, "config": vars(run.config), "files": digests(folder)}
         (folder / "state.json").write_text(json.dumps(state, indent=1))
-        for path in [*folder.rglob("*"), folder, out / "rollouts.jsonl"]:
-            to_disk(path)
+        synced = [to_disk(p) for p in [*folder.rglob("*"), folder, out / "rollouts.jsonl"]]
         shutil.rmtree(final, ignore_errors=True)  # a damaged one that was not resumed from
         folder.rename(final)
-        to_disk(out)
+        if not all([*synced, to_disk(out)]):
+            tqdm.write(f"{final} is saved, but not synced: its file system cannot")
     except Exception as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise OSError(f"{final} could not be saved: {error}") from error
-    found = [folder for folder in checkpoints(out) if folder.name <= final.name]
+    found = [folder for folder in checkpoints(out) if number(folder) <= trainer.version]
     for old in found[:-run.config.keep] if run.config.keep > 0 else ():
         shutil.rmtree(old)
 
 
 def checkpoints(out: Path) -> list[Path]:
     """The folders in `out` that look like checkpoints, the latest last."""
-    return sorted(state.parent for state in out.glob("period-[0-9]*/state.json"))
+    found = (state.parent for state in out.glob("period-*/state.json"))
+    return sorted((folder for folder in found if number(folder) < math.inf), key=number)
+
+
+def number(folder: Path) -> float:
+    """The period of a checkpoint; infinite for what only begins as its name does."""
+    digits = folder.name.removeprefix("period-")
+    return int(digits) if digits.isdecimal() else math.inf
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -1030,40 +1126,80 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def to_disk(path: Path) -> None:
-    """Force a file or a folder to the disk."""
+def sha256(of) -> str:
+    return hashlib.sha256(repr(of).encode()).hexdigest()
+
+
+def to_disk(path: Path) -> bool:
+    """Force a file or a folder to the disk. False where its file system has no such thing."""
     handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    try:
+        os.fsync(handle)
+        return True
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOTSUP):
+            return False
+        raise
+    finally:
+        os.close(handle)
 
 
-def restore(config: Config, out: Path, problems_sha256: str, policy) -> dict:
-    """The state that a run starts with. With --resume that of the whole checkpoint of the highest
-    number, whose weights the policy gets. Raises ValueError for flags that would change the run."""
+LOCKS = []  # open files: closing one would free its lock
+
+
+def lock(out: Path) -> None:
+    """Make `out` this process's own until it ends, in whichever way. The lock is of the process,
+    not of its children. Raises ValueError where another has it; goes on where no locks are."""
+    LOCKS.append(open(out / ".lock", "a"))
+    try:
+        import fcntl  # which POSIX systems have
+        fcntl.lockf(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise ValueError(f"--out {out}: another run that has not ended writes there") from None
+    except (ImportError, OSError):
+        pass
+
+
+def start(config: Config, out: Path, read_sha256: str) -> tuple[Path | None, dict]:
+    """Lock `out`. Returns the checkpoint to resume from, if any, and the state to start with.
+    Raises ValueError for what is in the way, or for flags that would change the run."""
     if not config.resume:
         if found := checkpoints(out):
             raise ValueError(f"{out} holds {found[-1].name} of another run: --resume it, or choose "
                              "another --out")
-        return {"history": [], "problems_sha256": problems_sha256, "evals": [],
-                "rollouts_sha256": "", "rollouts_bytes": 0}
-    folders = sorted(out.glob("period-*"), reverse=True)
-    for folder in folders:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of a damaged one
-            state = json.loads((folder / "state.json").read_text())
-            if state["files"] == digests(folder):
-                break
-        print(f"{folder} is damaged: the checkpoint before it is used")
-    else:
-        raise ValueError(f"--resume: no whole checkpoint in {out}")
+        out.mkdir(parents=True, exist_ok=True)
+        lock(out)
+        return None, {"history": [], "problems_sha256": read_sha256, "evals": [],
+                      "rollouts_sha256": "", "rollouts_bytes": 0}
+    if out.is_dir():
+        lock(out)
+    folder, state = latest_whole(out)
     changed = [as_flags({name: state["config"].get(name)}) for name, value in vars(config).items()
                if name not in HARMLESS and state["config"].get(name) != value]
-    if state["problems_sha256"] != problems_sha256:
+    if state["problems_sha256"] != read_sha256:
         changed.append("problems in --data")
     if changed:
         raise ValueError(f"--resume: {folder} was made with {', '.join(changed)}")
-    for broken in folders[:folders.index(folder)]:  # it must not count as one of those kept
-        with contextlib.suppress(OSError):
-            (broken / "state.json").rename(broken / "damaged.json")
+    return folder, state
+
+
+def latest_whole(out: Path) -> tuple[Path, dict]:
+    """The whole checkpoint of the highest number, and its state. Names those that are damaged."""
+    for folder in sorted(out.glob("period-*"), key=number, reverse=True):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of a damaged one
+            state = json.loads((folder / "state.json").read_text())
+            if state["files"] == digests(folder):
+                return folder, state
+        print(f"{folder} is damaged: the checkpoint before it is used")
+    raise ValueError(f"--resume: no whole checkpoint in {out}")
+
+
+def restore(config: Config, out: Path, folder: Path, state: dict, policy) -> None:
+    """Give the policy the weights of a checkpoint, and complete its state."""
+    for later in out.glob("period-*"):  # damaged: it must not count as one of those kept
+        if number(later) > number(folder):
+            with contextlib.suppress(OSError):
+                (later / "state.json").rename(later / "damaged.json")
     policy.load_state_dict(load(str(folder))[0].state_dict())
     state["optimizer"] = torch.load(folder / "optimizer.pt", "cpu", weights_only=True)
     shutil.copy(folder / "metrics.jsonl", out)
@@ -1072,7 +1208,6 @@ def restore(config: Config, out: Path, problems_sha256: str, policy) -> dict:
     if any(state["config"].get(name) != getattr(config, name)
            for name in ("eval_data", "eval_samples", "eval_limit")):
         state["evals"] = []  # they compare with none of this evaluation's
-    return state
 
 
 # ---- The command
@@ -1087,21 +1222,36 @@ def train(config: Config, make_generator: Callable = built_in_generator) -> dict
             if too_much:
                 raise ValueError(too_much)
             return {"plan": totals}
-        out = Path(config.out)
-        out.mkdir(parents=True, exist_ok=True)
-        shared = thread("all cores")
+        out, shared = Path(config.out), thread("all cores")
         with named_if_no_memory("the set-up", "--rows or --max-new-tokens"):
             run = shared.submit(set_up, config, out, shared, make_generator).result()
     except (ValueError, OSError, MemoryError) as error:
         raise UserError(" ".join(str(error).split())) from error
     try:
-        asyncio.run(run_periods(run))
+        run_loop(run_periods(run))
     except BaseExceptionGroup as group:
         raise original(group) from None
     result = shared.submit(summary, run).result()
     if run.timeline.end:
         print(f"\nThe last period, {run.history[-1]['seconds']:.2f} s:\n{run.timeline.blocks()}\n")
     return result
+
+
+def run_loop(coroutine):
+    """As `asyncio.run`, which waits for every task and thread: here one that a reward left behind
+    gets half a second."""
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(THREADS)  # of a reward's `asyncio.to_thread`
+    try:
+        return loop.run_until_complete(coroutine)
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=0.5))
+        loop.set_exception_handler(lambda *_: None)  # of those that are still there
+        loop.close()
 
 
 def original(error: BaseException) -> BaseException:
@@ -1119,6 +1269,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                else {"type": kind, "choices": f.metadata["choices"]})
         parser.add_argument(flag(f.name), default=f.default, help=f.metadata["help"], **how)
     config = Config(**vars(parser.parse_args(arguments)))
+    if hasattr(sys.stdout, "reconfigure"):  # what a console cannot print is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     if not config.out and not config.resume:
         config = replace(config, out=time.strftime(RUNS))
 
@@ -1131,18 +1283,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(as_json(train(config)), flush=True)
     except UserError as error:
         end(f"error: {error}", 2)
-    except (OSError, MemoryError) as error:
-        end(f"error: {error}; {going_on(config.out)}", 1)
     except BaseException as error:
-        traceback.print_exception(error)
-        end(f"the run failed; {going_on(config.out)}", 1)
+        said = f"error: {error}"
+        if not isinstance(error, (OSError, MemoryError)) or hasattr(error, "__notes__"):
+            traceback.print_exception(error)  # a fault, or a reward's own error
+            said = "the run failed"
+        end(f"{said}; {going_on(config.out)}", 1)
 
 
 def going_on(out: str) -> str:
     """What an ended run leaves, in words."""
     saved = checkpoints(Path(out))
-    return (f"{saved[-1]} is saved: the same command with --resume --out {out} goes on from "
-            "there" if saved else f"no checkpoint is saved in {out} yet")
+    return (f"{saved[-1]} is saved: the same command with --resume --out {shlex.quote(out)} "
+            "goes on from there" if saved else f"no checkpoint is saved in {out} yet")
 
 
 def end(message: str, code: int) -> None:
@@ -1156,3 +1309,6 @@ def end(message: str, code: int) -> None:
 
 if __name__ == "__main__":
     main()
+    late = threading.Timer(2, os._exit, (0,))  # an exit waits for threads of a reward's executors
+    late.daemon = True
+    late.start()

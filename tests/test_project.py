@@ -14,7 +14,7 @@ from periodic_async import Config, flag
 ROOT = Path(__file__).parent.parent
 # Lines at most: of the method, above the border, and of the file.
 LINES = {"grpo.py": (160, 450), "attention.py": (330, 380), "model.py": (400, 770),
-         "periodic_async.py": (490, 1160)}
+         "periodic_async.py": (490, 1320)}
 BORDER = "# ---- The method ends here"
 OURS = {"grpo": set(), "attention": set(), "model": {"attention"},
         "periodic_async": {"attention", "grpo", "model"}}
@@ -38,7 +38,7 @@ def test_size():
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno - node.lineno < 60, f"{name}: {node.name}"
     assert methods <= 1360
-    assert sum(len(source(name).splitlines()) for name in LINES) <= 2760
+    assert sum(len(source(name).splitlines()) for name in LINES) <= 2910
     for path in [*ROOT.glob("*.py"), *ROOT.glob("tests/**/*.py")]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert len(line) <= 100, f"{path.name}:{number}"
