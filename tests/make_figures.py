@@ -139,13 +139,14 @@ def last_period(folder: Path) -> list[list]:
              round((e["ts"] + e["dur"] - begun) / 1e6, 4)] for e in events]
 
 
-def joined(spans, gap: float):
-    """Spans of one name with less than `gap` between them, which no eye sees, as one."""
+def joined(spans, gap: float, short: float):
+    """Spans of one name that are shorter than `short`, with less than `gap` between them, as one:
+    no eye tells them apart."""
     for _, own in itertools.groupby(sorted(spans, key=lambda s: (s[0], s[2])),
                                     key=lambda s: (s[0], s[1])):
         held = None
         for span in own:
-            if held and span[2] - held[3] < gap:
+            if held and span[2] - held[3] < gap and span[3] - span[2] < short:
                 held = [*held[:3], span[3]]
             else:
                 if held:
@@ -171,8 +172,9 @@ def draw_spans(picture: Picture, panels: dict[str, list]) -> None:
             y = up + 18 + place * row
             picture.text(LEFT - 6, y + 16, side, "soft small", "end")
             own = [span for span in spans if span[0] == side]
-            for _, what, start, end in joined(own, across[-1] / (WIDTH - LEFT - RIGHT) / 2):
-                picture.box(x(start), y, max(x(end) - x(start), 0.3), row - 8,
+            pixel = across[-1] / (WIDTH - LEFT - RIGHT)
+            for _, what, start, end in joined(own, pixel / 2, 6 * pixel):
+                picture.box(x(start), y, max(x(end) - x(start) - 0.6, 0.3), row - 8,
                             KINDS.get(what, "soft"))
 
 
@@ -188,7 +190,7 @@ def draw_schedules(stored: dict, path: Path) -> None:
                          "async": runs["async"]["spans"]})
     hashes = "; ".join(f"{name}: rollouts {run['rollouts_sha256'][:16]}, weights "
                        f"{run['weights_sha256'][:16]}" for name, run in runs.items())
-    picture.save(path, f"SHA-256 of {hashes}.", stored["said"])
+    picture.save(path, f"A block of train is a micro-batch. SHA-256 of {hashes}.", stored["said"])
 
 
 # ---- Learning

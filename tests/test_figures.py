@@ -57,12 +57,12 @@ def test_a_run_folder(random_folder, tmp_path):
 
 def test_what_is_joined_is_what_no_eye_sees():
     """Spans of one name close to each other become one, and none is lost."""
-    spans = [["train", "train", 5, 6], ["train", "train", 7, 8], ["generate", "decode", 0, 1],
+    spans = [["train", "train", 5, 6], ["train", "train", 6.1, 8], ["generate", "decode", 0, 1],
              ["generate", "decode", 1.1, 2], ["generate", "prefill", 2.1, 3],
-             ["generate", "decode", 4, 5]]
-    assert list(make_figures.joined(spans, 0.2)) == [
+             ["generate", "decode", 4, 5], ["generate", "decode", 5.5, 6]]
+    assert list(make_figures.joined(spans, 0.2, 1.5)) == [
         ["generate", "decode", 0, 2], ["generate", "prefill", 2.1, 3], ["generate", "decode", 4, 5],
-        ["train", "train", 5, 6], ["train", "train", 7, 8]]
+        ["generate", "decode", 5.5, 6], ["train", "train", 5, 6], ["train", "train", 6.1, 8]]
 
 
 @pytest.mark.parametrize("highest,found", [
