@@ -5,8 +5,9 @@ Where this departs from stock transformers:
    position ids restart; a stock implementation would take the restart for a new document and cut
    the responses off from their prompt, silently. Only the functions below may see a packed row.
 2. `shared` (the default) never computes a response-to-response block: causal attention over the
-   prompts, and each response against [its prompt, itself], which costs P*P + K*R*(P + R) pairs.
-   Responses of about one length are one call, so ragged ones cost at most twice that (`cost`).
+   prompts, and each response against [its prompt, itself]: p*p + K*r*(p + r) pairs for a prompt of
+   p tokens and K responses of r. Those of about one length are one call, each filled up by a
+   factor below sqrt(2), and beyond that to a multiple of 8; `cost` counts what that computes.
    `dense` runs the T x T mask that *defines* the idea; with long responses it is slower than no
    sharing at all, and is kept as the oracle and the ablation.
 3. Decoding runs through the same registered function, against key/value slots of fixed size.
@@ -47,6 +48,14 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
     return (x.pin_memory() if to_pin else x).to(device, non_blocking=True)
 
 
+class Piece(NamedTuple):
+    """A prompt (before is 0) or a response in a packed row."""
+    start: int    # its first place
+    length: int
+    prompt: int   # the first place of its prompt
+    before: int   # and the places of that, which all its tokens see
+
+
 class Call(NamedTuple):
     """One call of attention: pieces of about one length, prompts (before is 0) or responses to
     prompts of one length. A piece's keys are its prompt's places, then its own."""
@@ -75,7 +84,7 @@ class Packed:
     lengths: Tensor            # (N,) tokens of each response
     prompt_of: Tensor          # (N,) the prompt of each response, 0 .. G-1
     prompt_lengths: Tensor     # (G,)
-    group_of_place: Tensor     # (T,) the prompt of a place; padding is a group of its own
+    prompt_of_place: Tensor     # (T,) the prompt of a place; padding is a group of its own
     response_of_place: Tensor  # (T,) the response of a place, -1 in a prompt
     query_places: Tensor       # (Q,) the queries of all calls, end to end, filled up with place 0
     key_places: Tensor         # (M,) their keys and values
@@ -84,7 +93,7 @@ class Packed:
     made: dict = field(default_factory=dict)  # masks, by dtype
 
     def to(self, device) -> "Packed":
-        """From the host: copies between devices would wait for all that the first has to do."""
+        """To be called on what `pack` made: from another device a copy would wait for its queue."""
         moved = {f.name: upload(getattr(self, f.name), torch.device(device))
                  for f in fields(self) if f.name not in ("calls", "made")}
         return Packed(**moved, calls=self.calls)
@@ -121,7 +130,7 @@ class Packed:
 def shared_prompt_mask(packed: Packed) -> Tensor:
     """The definition, (T, T) bool, True = may attend: an earlier place of the same group that is in
     the prompt or in the same response."""
-    group, response = packed.group_of_place, packed.response_of_place
+    group, response = packed.prompt_of_place, packed.response_of_place
     place = torch.arange(len(group), device=group.device)
     visible = (response[None, :] == -1) | (response[:, None] == response[None, :])
     return (place[:, None] >= place[None, :]) & (group[:, None] == group[None, :]) & visible
@@ -139,16 +148,16 @@ def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence
                                for _ in samples], [[r] for samples in responses for r in samples])
     ids, position, group_of, response_of_place = [], [], [], []   # of every place
     predictors, targets, response_of = [], [], []                 # of every response token
-    lengths, prompt_of, pieces = [], [], []  # a piece: its first place, length; its prompt's
+    lengths, prompt_of, pieces = [], [], []                       # of every response; of both
     for group, (prompt, samples) in enumerate(zip(prompts, responses, strict=True)):
         first, before = len(ids), len(prompt)
-        pieces.append((first, before, first, 0))
+        pieces.append(Piece(first, before, first, 0))
         ids += prompt
         position += range(before)
         response_of_place += [-1] * before
         for response in samples:
             number, start, length = len(lengths), len(ids), len(response)
-            pieces.append((start, length, first, before))
+            pieces.append(Piece(start, length, first, before))
             ids += response
             position += range(before, before + length)
             response_of_place += [number] * length
@@ -160,7 +169,7 @@ def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence
             lengths.append(length)
             prompt_of.append(group)
         group_of += [group] * (len(ids) - first)
-    if not all(length for _, length, *_ in pieces):
+    if not all(piece.length for piece in pieces):
         raise ValueError("a prompt or response without tokens cannot be packed")
     calls, query_places, key_places, restore = _calls(pieces, multiple)
     filling = -len(ids) % multiple
@@ -168,7 +177,7 @@ def pack(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[Sequence
         "input_ids": [ids + [0] * filling], "position_ids": [position + [0] * filling],
         "predictors": predictors, "targets": targets, "response_of": response_of,
         "lengths": lengths, "prompt_of": prompt_of, "prompt_lengths": [*map(len, prompts)],
-        "group_of_place": group_of + [len(prompts)] * filling,
+        "prompt_of_place": group_of + [len(prompts)] * filling,
         "response_of_place": response_of_place + [-1] * filling,
         "query_places": query_places, "key_places": key_places,
         "restore": restore + [0] * filling}
@@ -182,16 +191,17 @@ def length_class(before: int, length: int) -> tuple[int, int]:
     return before, int(2 * math.log2(length))
 
 
-def _calls(pieces: list[tuple[int, int, int, int]], multiple: int) -> tuple:
-    """The calls of attention over (first place, length; of its prompt: first place, length), their
-    places of queries and keys, and where each place went among the queries."""
+def _calls(pieces: list[Piece], multiple: int) -> tuple:
+    """The calls of attention over the pieces, their places of queries and of keys, and where each
+    place went among the queries."""
     classes = defaultdict(list)
     for piece in pieces:
-        classes[length_class(piece[3], round_up(piece[1], multiple))].append(piece)
+        kind = length_class(piece.before, round_up(piece.length, multiple))
+        classes[kind].append(piece)
     calls, query_places, key_places = [], [], []
-    restore = [0] * sum(length for _, length, *_ in pieces)
+    restore = [0] * sum(piece.length for piece in pieces)
     for (before, _), members in classes.items():
-        queries = round_up(max(length for _, length, *_ in members), multiple)
+        queries = round_up(max(piece.length for piece in members), multiple)
         keys = round_up(before + queries, multiple)
         calls.append(Call(len(members), before, queries, keys))
         for start, length, prompt, _ in members:
@@ -213,19 +223,21 @@ class Slots:
             [torch.zeros(layers, rows, heads, places, size, dtype=dtype, device=device)
              for _ in range(2)] for places in (prompt, response))
 
-    def aim(self, stored: Sequence[Tensor], slot: Tensor, place: Tensor) -> None:
-        """Aim the next pass: token i is written to slot[i] and place[i] of prompts or responses."""
-        self.stored, self.slot, self.place = stored, slot, place
+    def aim(self, stored: Sequence[Tensor], index: Tensor, place: Tensor) -> None:
+        """Aim the next pass: token i is written to place[i] of prompt slot, or of row, index[i]."""
+        self.stored, self.index, self.place = stored, index, place
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store the keys and values, (n, heads, size), of the tokens that `aim` chose."""
         for stored, x in zip(self.stored, (key, value)):
-            stored[layer][self.slot, :, self.place] = x[:len(self.slot)].to(stored.dtype)
+            x = x[:len(self.index)]  # the rest is filling
+            stored[layer][self.index, :, self.place] = x.to(stored.dtype)
 
     def aim_decode(self, lengths: Tensor, places: Tensor, slot: Tensor, lane: Tensor,
                    lanes: Tensor, widths: tuple[int, int]) -> None:
         """Aim a decode step. Row i has a prompt of lengths[i] tokens and writes its places[i];
-        lanes (slots, K) are the rows that read each prompt slot: row i is lanes[slot[i], lane[i]].
+        lanes (slots, k) are the rows that read each prompt slot: row i is lanes[slot[i], lane[i]].
+        No row is without a key: one that is filling has place 0.
         """
         self.aim(self.responses, torch.arange(len(places), device=places.device), places)
         self.lanes, self.widths = lanes, widths
@@ -244,8 +256,8 @@ class Slots:
         """x (rows, heads, g, n) @ what each row's prompt slot holds, (slots, heads, n, m): the rows
         of a prompt are multiplied together, so that it is read once. -> (rows, heads, g, m)"""
         rows, heads, g, n = x.shape
-        x = x.flatten(0, 1).index_select(0, self.to_lanes)      # (slots * heads * K, g, n)
-        x = x.view(len(self.lanes), heads, -1, n) @ stored      # (slots, heads, K * g, m)
+        x = x.flatten(0, 1).index_select(0, self.to_lanes)      # (slots * heads * k, g, n)
+        x = x.view(len(self.lanes), heads, -1, n) @ stored      # (slots, heads, k * g, m)
         x = x.view(-1, g, x.shape[-1]).index_select(0, self.to_rows)
         return x.view(rows, heads, g, -1)
 

@@ -5,7 +5,7 @@ Where this departs from a trainer beside an inference engine:
    *is* the old policy θ_t: between two weight copies nobody writes to it.
 2. Until the first optimizer step the policy equals the old policy, so `old` is `policy.detach()`:
    the ratio is exactly 1 in every dtype, and costs no forward pass.
-3. No prompt token meets the head, and no (A, V) tensor of logits is ever alive.
+3. Only places that predict a response token meet the head, in chunks of logits: never (A, V).
 4. Sampling is one uniform a token, drawn on the host from a stream keyed by seed, period, prompt
    and sample. A sampled token does not depend on the row or the step it was sampled in.
 5. Over several devices a model is cut into stages, each the base model with a part of its layers;
@@ -72,7 +72,8 @@ def token_logprobs(model, packed: Packed, temperature: float = 1.0, sums: dict |
 
 
 def stages(model) -> list[tuple]:
-    """(device, base model with a part of the layers) of a model; one, unless it was cut."""
+    """(device, base model with a part of the layers) of a model; one, unless it was cut. Only the
+    last one's norm is more than the identity."""
     return getattr(model, "stages", None) or [(model.device, model.base_model)]
 
 
@@ -113,7 +114,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, targets, normaliser = ctx.saved_tensors
         low, head = hidden.to(ctx.dtype), weight.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden)
-        # From the second micro-batch on straight into the gradient: one head-sized tensor less.
+        # Where there is a gradient, in `Trainer` always, straight into it: one such tensor less.
         in_place = weight.grad is not None
         grad_weight = weight.grad if in_place else torch.zeros_like(weight)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -285,20 +286,21 @@ class InferenceCopy:
         held = {row.slot for row in self.rows}
         free = [slot for slot in range(self.max_rows) if slot not in held]
         free_rows = self.max_rows - len(self.rows)
-        prompts, started, prompt_of, tokens = [], [], [], 0
-        while self.waiting and len(started) < free_rows and tokens < PREFILL_TOKENS:
-            ticket, prompt, samples = self.waiting.popleft()
-            for sample, uniforms in enumerate(samples):
-                started.append(Row(ticket, sample, free[len(prompts)], len(prompt), uniforms))
+        prompts, started, prompt_of, slot_of_token = [], [], [], []
+        while (self.waiting and len(started) < free_rows
+               and len(slot_of_token) < PREFILL_TOKENS):
+            ticket, prompt, uniforms_of_all = self.waiting.popleft()
+            slot = free[len(prompts)]
+            slot_of_token += [slot] * len(prompt)
+            for sample, uniforms in enumerate(uniforms_of_all):
+                started.append(Row(ticket, sample, slot, len(prompt), uniforms))
                 prompt_of.append(len(prompts))
             prompts.append(prompt)
-            tokens += len(prompt)
         self.staged.extend(started)
         packed = pack(prompts, [[]] * len(prompts), multiple=8)
-        slot_of_token = torch.tensor(free)[packed.group_of_place[:tokens]]
         packed = packed.to(self.device)
-        self.slots.aim(self.slots.prompts, upload(slot_of_token, self.device),
-                       packed.position_ids[0, :tokens])
+        self.slots.aim(self.slots.prompts, upload(torch.tensor(slot_of_token), self.device),
+                       packed.position_ids[0, :len(slot_of_token)])
         hidden = self.model.base_model(input_ids=packed.input_ids, packed=packed, slots=self.slots,
                                        position_ids=packed.position_ids,
                                        use_cache=False).last_hidden_state[0]  # (T, D)
