@@ -875,7 +875,8 @@ def read_questions(config: Config, source: str) -> list[Problem]:
     if words := sum(not is_number(gold) for _, gold in read):
         print(f"{path}: {words} of {len(read)} gold answers are no plain numbers: `math` compares "
               "them by their spelling")
-    return [Problem((), gold, key, question) for key, (question, gold) in enumerate(read)]
+    problems = [Problem((), gold, key, question) for key, (question, gold) in enumerate(read)]
+    return enough(config, source, len(read), problems)
 
 
 def prompt_template(config: Config, source: str) -> str:
@@ -1100,14 +1101,11 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor,
     reward = reward_function(config.reward)  # first all in which a mistake shows at once
     sources = ["data", "eval_data"] if config.eval_data else ["data"]
     read = {source: read_questions(config, source) for source in sources}
-    for source in sources:
-        enough(config, source, len(read[source]), read[source])
     read_sha256 = sha256([prompt_template(config, "data"),
                           [(p.question, p.answer) for p in read["data"]]])
     train_on, rollout_on = find_devices(config.train_devices), rollout_devices(config)
     if train_on[0].type != "cpu" and config.model != "tiny" and config.periods:
-        _, _, too_much = memory_plan(**vars(config))
-        if too_much:
+        if too_much := memory_plan(**vars(config))[2]:
             raise ValueError(too_much)
     folder, state = start(config, out, read_sha256, first=not nodes.rank)
     policy, tokenizer = load(config.model, train_on, seed=config.seed)
