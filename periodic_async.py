@@ -56,11 +56,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
@@ -237,6 +239,10 @@ class Generator:
                 future.set_exception(error)
 
 
+class GapError(RuntimeError):
+    """What was sampled is not from the weights being trained."""
+
+
 class Sample(NamedTuple):
     """A response on its way into a micro-batch."""
     group: Group
@@ -268,8 +274,10 @@ class Trainer:
         stage 2:  F0 B0 F1 B1 F2 B2 ..         one stage: F0 B0 F1 B1 ..
     """
 
-    def __init__(self, models: TriModel, worker: "Worker", config: "Config"):
+    def __init__(self, models: TriModel, worker: "Worker", config: "Config",
+                 nodes: "Nodes | None" = None):
         self.models, self.worker, self.config = models, worker, config
+        self.nodes = nodes or Nodes()  # each trains its share of a period; here they are added up
         self.version = 0    # periods trained
         self.bad_steps = 0  # steps in a row whose gradient was not finite
         # Micro-batches in flight, each a list of (output, what the next stage took in) of the
@@ -377,12 +385,15 @@ class Trainer:
             policy = self.models.score(self.models.policy, batch.packed, cuts=cuts)
         loss, sums = grpo_loss(policy, batch.old, batch.reference, batch.advantages,
                                batch.token_weights, clip_low=self.config.clip_low,
-                               clip_high=self.config.clip_high, beta=self.config.beta)
+                               clip_high=self.config.clip_high, beta=self.config.beta,
+                               sampled=batch.sampled, importance_cap=self.config.importance_cap)
         self.flights.append([*cuts, (loss, None)])
         self._back_by_one_stage()
         if first:
-            gap = (policy.detach() - batch.sampled).abs()
-            sums |= {"gap_sum": gap.sum(), "first_tokens": gap.numel(), **entropy}
+            known = ~batch.sampled.isnan()
+            gap = (policy.detach() - batch.sampled).abs().where(known, 0)
+            sums |= {"gap_sum": gap.sum(), "gap_tokens": known.sum(), "first_tokens": gap.numel(),
+                     **entropy}
             self.sums["gap_max"] = torch.maximum(gap.max(), self.sums.get("gap_max", gap[0]))
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
@@ -407,6 +418,8 @@ class Trainer:
                     self._forward_backward(batch)
             while self.flights:
                 self._back_by_one_stage()
+            if not passes:
+                self._check_gap()
             norm = self._optimizer_step()
             passes += 1
             if self.bad_steps:
@@ -416,9 +429,24 @@ class Trainer:
         self._start_period()
         return metrics
 
+    def _check_gap(self) -> None:
+        """Before the first step. Raises GapError where tokens came from other weights: a weight
+        copy that got lost, here or in another engine, has the right version and shows here alone.
+        (A NaN is left to `_optimizer_step`.) Sums the nodes' tokens, which `dapo` divides by."""
+        known = self.nodes.sums({"unmasked": self.unmasked_tokens,
+                                 "gap": float(self.sums.get("gap_sum", 0)),
+                                 "tokens": float(self.sums.get("gap_tokens", 0))})
+        self.unmasked_tokens = known["unmasked"]
+        limit, mean = self.config.gap_limit, known["gap"] / max(known["tokens"], 1)
+        if 0 < limit < mean:
+            raise GapError("what was sampled is not from the weights being trained: log-probs are "
+                           f"{mean:.1e} a token apart, --gap-limit is {limit:g}")
+
     def _optimizer_step(self) -> float:
-        """Scale (`dapo`), clip, step. A gradient that is not finite changes nothing but the count
-        of such steps in a row: clipping would make every weight NaN. Returns the norm."""
+        """Add up the nodes' gradients, scale (`dapo`), clip, step. A gradient that is not finite
+        changes nothing but the count of such steps in a row: clipping would make every weight NaN.
+        Returns the norm."""
+        self.nodes.add([p.grad for p in self.parameters])
         if self._loss_scale() != 1:
             for p in self.parameters:
                 p.grad.mul_(self._loss_scale())
@@ -441,18 +469,18 @@ class Trainer:
 
     def _metrics(self, passes: int, norm: float) -> dict[str, float]:
         """Of a period. Beside the norm, all that the trainer reads back from the device."""
-        sums = defaultdict(float)
-        for name, value in self.sums.items():
-            sums[name] = float(value)
+        sums = {name: float(value) for name, value in self.sums.items()}
+        sums = defaultdict(float, self.nodes.sums(sums | {"skipped_groups": self.skipped}))
         tokens, first_tokens = max(sums["kept_tokens"], 1), max(sums["first_tokens"], 1)
         return {
             "loss": sums["loss"] * self._loss_scale() / passes, "kl": sums["kl_sum"] / tokens,
             "clip_low_share": sums["clip_low_tokens"] / tokens,
             "clip_high_share": sums["clip_high_tokens"] / tokens,
+            "importance_capped_share": sums["importance_capped_tokens"] / tokens,
             "entropy": sums["entropy_sum"] / first_tokens, "logp_gap_max": sums["gap_max"],
-            "logp_gap_mean": sums["gap_sum"] / first_tokens, "gradient_norm": norm,
+            "logp_gap_mean": sums["gap_sum"] / max(sums["gap_tokens"], 1), "gradient_norm": norm,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "skipped_groups": self.skipped, "bad_steps": self.bad_steps}
+            "skipped_groups": sums["skipped_groups"], "bad_steps": self.bad_steps}
 
 
 class Worker:
@@ -492,7 +520,7 @@ class Worker:
 
 
 # ---- The method ends here. What follows makes it a program: flags; threads and the timeline;
-# reading and scoring; a run from set-up to summary; checkpoints; the command.
+# several nodes; reading and scoring; a run from set-up to summary; checkpoints; the command.
 
 # ---- Flags
 
@@ -501,7 +529,7 @@ RUNS = f"runs/%Y-%m-%d_%H-%M-%S_{os.getpid()}"  # two may start within a second
 LARGE = {"learning_rate": 1e-6, "max_new_tokens": 512, "micro_batch_groups": 1}
 # Flags that a resumed run may change: the tokens and weights of its periods stay the same.
 HARMLESS = {"schedule", "periods", "recompute", "eval_data", "eval_every", "eval_samples",
-            "eval_limit", "plan", "out", "save_every", "keep", "resume"}
+            "eval_limit", "gap_limit", "plan", "out", "save_every", "keep", "resume"}
 
 
 class UserError(Exception):
@@ -557,6 +585,10 @@ class Config:
     beta: float = _default(0.02, "weight of the KL to the reference; 0: no reference", least=0)
     clip_low: float = _default(0.2, "the ratio is clipped at 1 - this", least=0)
     clip_high: float = _default(0.2, "and at 1 + this", least=0)
+    importance_cap: float = _default(0.0, "the surrogate times exp(old - sampled), this at "
+                                          "most, where another engine samples; 0: off", least=0)
+    gap_limit: float | None = _default(None, "a larger mean gap of sampled and trained log-probs "
+                                             "ends the run (1e-3; bfloat16: 0.1); 0: off", least=0)
     mask_truncated: bool = _default(False, "no gradient from responses cut off at the limit")
     learning_rate: float | None = _default(None, "of AdamW once warm (1e-6; tiny: 2e-4)", least=0)
     # evaluation, between periods and at both ends
@@ -581,7 +613,8 @@ class Config:
 
     def checked(self) -> "Config":
         """With model-dependent defaults filled in. Raises ValueError naming the flag at fault."""
-        defaults = (TINY if self.model == "tiny" else LARGE) | {"out": time.strftime(RUNS)}
+        defaults = (TINY if self.model == "tiny" else LARGE) | {
+            "out": time.strftime(RUNS), "gap_limit": 0.1 if self.dtype == "bfloat16" else 1e-3}
         config = replace(self, **{name: value for name, value in defaults.items()
                                   if getattr(self, name) in (None, "")})
         for f in fields(config):
@@ -593,6 +626,8 @@ class Config:
                 raise ValueError(f"{flag(f.name)} must be {least} or more, not {value}")
         if config.seed >= 2**63:
             raise ValueError(f"--seed must be below 2**63, not {config.seed}")
+        if 0 < config.importance_cap < 1:  # it would scale tokens of equal log-probs, too
+            raise ValueError("--importance-cap must be 1 or more, or 0 for none")
         if not config.periods and not config.eval_data:
             raise ValueError("--periods 0 evaluates and stops: it needs --eval-data")
         if config.keep == 0 or (config.resume and not self.out):
@@ -680,6 +715,154 @@ def named_if_no_memory(where: str, relief: str):
                 said in str(error) for said in ("out of memory", "can't allocate memory")):
             raise MemoryError(f"out of memory in {where}: lower {relief}") from error
         raise
+
+
+# ---- Several nodes
+
+PATIENCE = timedelta(hours=24)  # with a slow node: torch's own ten minutes may be too few
+SILENCE = 7                     # seconds without a heartbeat after which a node counts as lost
+BUCKET = 2**24                  # numbers that are summed in one call
+
+
+class Nodes:
+    """The processes of a `torchrun`, each a node, or this one alone: then nothing here does
+    anything. All nodes make the same calls in the same order, and wait for the slowest."""
+
+    def __init__(self, rank: int = 0, count: int = 1, store=None):
+        self.rank, self.count, self.store = rank, count, store
+        self.groups = {}  # device -> the process group that sums there
+        self.closed, self.watcher = threading.Event(), None
+
+    def share(self, items: Sequence) -> Sequence:
+        return items[self.rank::self.count]
+
+    def folder(self, out: Path) -> Path:
+        return out / f"node-{self.rank:03d}" if self.rank else out
+
+    def all(self, value) -> list:
+        """What every node has, by rank. Raises ConnectionError where one has ended."""
+        values = [value]
+        if self.count > 1:
+            values = [None] * self.count
+            with lost_if_it_fails():
+                dist.all_gather_object(values, value)
+        return values
+
+    async def gathered(self, value) -> list:
+        """`all`, in a thread: a blocked event loop would see no signal."""
+        return self.all(value) if self.count == 1 else await asyncio.to_thread(
+            self.all, value)
+
+    def sums(self, own: dict[str, float]) -> dict[str, float]:
+        """Over the nodes, by name; of `gap_max` the largest."""
+        first, *others = self.all(own)
+        for name in dict.fromkeys(itertools.chain(first, *others)) if others else ():
+            values = [node.get(name, 0) for node in (first, *others)]
+            first[name] = float(np.max(values)) if name == "gap_max" else sum(values)
+        return first
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Every tensor becomes its sum over the nodes, the same bits on each. In flat buckets: with
+        a call a tensor the small ones would cost as much as the large ones."""
+        devices = dict.fromkeys(tensor.device for tensor in tensors) if self.count > 1 else ()
+        for where in devices:
+            if where not in self.groups:
+                # One thread drives the devices of all stages, so each has a group of its own. With
+                # several devices in a process no sum has been run yet.
+                self.groups[where] = dist.new_group(timeout=PATIENCE) if len(devices) > 1 else None
+            pieces = [piece for tensor in tensors if tensor.device == where
+                      for piece in tensor.view(-1).split(BUCKET)]
+            while pieces:
+                ends = itertools.accumulate(map(len, pieces))
+                fitting = sum(1 for _ in itertools.takewhile(lambda end: end <= BUCKET, ends))
+                bucket, pieces = pieces[:fitting], pieces[fitting:]
+                flat = torch.cat(bucket)
+                with lost_if_it_fails():
+                    dist.all_reduce(flat, group=self.groups[where])
+                for piece, summed in zip(bucket, flat.split([len(piece) for piece in bucket])):
+                    piece.copy_(summed)
+
+    def alike(self, what: str, function: Callable, *args) -> None:
+        """Wait for all nodes. Raises ValueError where the function's value is not the same."""
+        values = self.all(function(*args)) if self.count > 1 else []
+        if others := [node for node, value in enumerate(values) if value != values[0]]:
+            raise ValueError(f"{what} of node {others[0]} are not those of node 0")
+
+    def check(self, config: Config) -> None:
+        """Raises ValueError where a node would have no prompt."""
+        if config.periods and self.count > config.prompts:
+            raise ValueError(f"--prompts {config.prompts} are fewer than the {self.count} nodes")
+        if config.periods and config.prompts % self.count:
+            print(f"{self.count} nodes share {config.prompts} prompts: the largest share, "
+                  f"{-(-config.prompts // self.count)}, decides how long a period takes")
+
+    def watch(self, out: str) -> None:
+        """In a daemon thread: end where another node has ended. A node that computes would not hear
+        of it from torchrun, which ends the nodes of one agent alone."""
+        names = [f"beat-{node}" for node in range(self.count)]
+        last, heard = [None] * self.count, [0.0] * self.count
+        while not self.closed.wait(1):
+            lost = None
+            try:
+                self.store.set(names[self.rank], str(time.monotonic()))
+                if self.store.check(["ended"]):
+                    return self.speak()
+                for node, beat in enumerate(self.store.multi_get(names)):
+                    if beat != last[node]:
+                        last[node], heard[node] = beat, time.monotonic()
+                    elif time.monotonic() - heard[node] > SILENCE:
+                        lost = node
+            except RuntimeError:  # the store is in the torchrun of node 0
+                lost = 0
+            if lost is not None and not self.closed.is_set():
+                self.speak()
+                end(f"error: node {lost} is lost; {going_on(out)}", 1)
+
+    def speak(self) -> None:
+        """Called by a node that ends, before it says why. Returns for the first of them; any other
+        leaves without a word, a second later, for torchrun ends all once one is gone."""
+        if self.count > 1:
+            with contextlib.suppress(RuntimeError):  # node 0 has ended, and the store with it
+                if self.store.compare_set("ended", "", str(self.rank)) != b"%d" % self.rank:
+                    time.sleep(1)
+                    os._exit(1)
+
+    def close(self) -> None:
+        """Wait for all nodes: from here on each may end when it likes."""
+        if self.count > 1:
+            self.all(None)
+            self.closed.set()
+            self.watcher.join()  # the interpreter must not end while it is inside a call
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def lost_if_it_fails():
+    """What torch raises where a connection breaks says nothing of nodes."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError("another node has ended") from error
+
+
+def connect(out: str) -> tuple[Nodes, str]:
+    """The nodes that `torchrun` started, and --out of the first of them; else this process alone.
+    The others print nothing but errors."""
+    if not dist.is_torchelastic_launched() or os.environ["WORLD_SIZE"] == "1":
+        return Nodes(), out
+    dist.init_process_group(timeout=PATIENCE)  # gloo, nccl or hccl: of each device torch's choice
+    # A connection of its own: in the group's a heartbeat would wait while torch waits for a node.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+                          is_master=False, timeout=timedelta(seconds=SILENCE))
+    store = dist.PrefixStore(f"run-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    nodes = Nodes(dist.get_rank(), dist.get_world_size(), store)
+    store.set(f"beat-{nodes.rank}", "")
+    out = nodes.all(out)[0]
+    if nodes.rank:
+        sys.stdout = open(os.devnull, "w")
+    nodes.watcher = threading.Thread(target=nodes.watch, args=[out], daemon=True)
+    nodes.watcher.start()
+    return nodes, out
 
 
 # ---- Reading and scoring
@@ -779,11 +962,6 @@ class Scorer:
     def text(self, response: Response) -> str:
         return self.tokenizer.decode(response.ids, skip_special_tokens=True)
 
-    def means(self) -> dict[str, float]:
-        """Of the numbers, in any order of the calls."""
-        return {f"reward/{name}": math.fsum(values) / len(values)
-                for name, values in sorted(self.numbers.items())}
-
     async def __call__(self, problem: Problem, responses: Sequence[Response]) -> list[float]:
         async with asyncio.TaskGroup() as calls:
             rewards = [calls.create_task(self._reward(self.text(r), problem)) for r in responses]
@@ -836,6 +1014,16 @@ class Scorer:
         return reward
 
 
+def means(told: Sequence[dict[str, list[float]]]) -> dict[str, float]:
+    """Of the numbers that came with rewards, of all nodes, in any order of the calls."""
+    merged = defaultdict(list)
+    for numbers in told:
+        for name, values in numbers.items():
+            merged[name] += values
+    return {f"reward/{name}": math.fsum(values) / len(values)
+            for name, values in sorted(merged.items())}
+
+
 def reward_function(name: str) -> Callable:
     """`math`, or FILE.py:FUNCTION: that file is the only code of a user that a run executes.
     Raises ValueError for one that cannot be loaded."""
@@ -875,6 +1063,11 @@ class Run:
     devices: set            # all that are used
     history: list[dict]     # metrics of the periods so far
     state: dict             # what a checkpoint keeps beside weights, optimizer and metrics
+    nodes: Nodes = field(default_factory=Nodes)
+
+    def opened(self, name: str, mode: str):
+        """A file of the run: the first node's, for all of them."""
+        return open(os.devnull if self.nodes.rank else self.out / name, mode, encoding="utf-8")
 
 
 def built_in_generator(config: Config, policy, tokenizer, longest_prompt: int,
@@ -898,10 +1091,11 @@ def rollout_devices(config: Config) -> list[torch.device]:
 
 
 def set_up(config: Config, out: Path, shared: ThreadPoolExecutor,
-           make_generator: Callable = built_in_generator) -> Run:
+           make_generator: Callable = built_in_generator, nodes: Nodes | None = None) -> Run:
     """Load the parts of a run. `make_generator` is called as `built_in_generator` is. Raises
     ValueError or OSError for what the user can mend."""
     torch.set_num_threads(CORES)  # of this thread
+    nodes = nodes or Nodes()
     begun = time.perf_counter()
     reward = reward_function(config.reward)  # first all in which a mistake shows at once
     sources = ["data", "eval_data"] if config.eval_data else ["data"]
@@ -915,7 +1109,7 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor,
         _, _, too_much = memory_plan(**vars(config))
         if too_much:
             raise ValueError(too_much)
-    folder, state = start(config, out, read_sha256)
+    folder, state = start(config, out, read_sha256, first=not nodes.rank)
     policy, tokenizer = load(config.model, train_on, seed=config.seed)
     if config.attention == "dense":
         attach(policy, "dense")
@@ -930,9 +1124,14 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor,
     reference = frozen_copy(policy, dtype) if config.beta and config.periods else None
     if folder:
         restore(config, out, folder, state, policy)
-    for half_written in out.glob(".period-*"):
-        shutil.rmtree(half_written)
-    timeline, working = Timeline(out / "trace.json", config.resume), set()
+    metrics = state.pop("metrics", "")
+    nodes.folder(out).mkdir(exist_ok=True)
+    if not nodes.rank:
+        for half_written in out.glob(".period-*"):
+            shutil.rmtree(half_written)
+        if config.resume:
+            (out / "metrics.jsonl").write_text(metrics)
+    timeline, working = Timeline(nodes.folder(out) / "trace.json", config.resume), set()
     most = exact_threads(policy, CORES)
     generate = Worker("generate", timeline, shared, working, f"--rows {config.rows}", most)
     train = Worker("train", timeline, shared, working,
@@ -943,7 +1142,7 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor,
     if config.recompute:
         policy.activation_checkpointing_enable()
     models = TriModel(policy, reference=reference, temperature=config.temperature, dtype=dtype)
-    trainer = Trainer(models, train, config)
+    trainer = Trainer(models, train, config, nodes)
     if config.resume:
         trainer.optimizer.load_state_dict(state.pop("optimizer"))
         trainer.version, trainer.bad_steps = len(state["history"]), state["bad_steps"]
@@ -953,17 +1152,19 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor,
     return Run(config=config, out=out, problems=problems, held_out=held_out, tokenizer=tokenizer,
                score=Scorer(reward, tokenizer, config.reward_seconds), trainer=trainer,
                generator=generator, timeline=timeline, history=state.pop("history"), state=state,
-               devices={*train_on, *rollout_on})
+               devices={*train_on, *rollout_on}, nodes=nodes)
 
 
 async def run_periods(run: Run) -> list[dict]:
     """The loop of a run. Returns the metrics of every period, as metrics.jsonl holds them."""
-    config, out, trainer, timeline, history = (run.config, run.out, run.trainer, run.timeline,
-                                               run.history)
-    with (open(out / "metrics.jsonl", "a" if config.resume else "w") as log,
-          open(out / "rollouts.jsonl", "a", encoding="utf-8") as rollouts,
-          tqdm(initial=len(history), total=config.periods, unit="period", disable=None) as bar):
-        rollouts.truncate(min(run.state["rollouts_bytes"], rollouts.tell()))
+    config, nodes, trainer, timeline, history = (run.config, run.nodes, run.trainer, run.timeline,
+                                                 run.history)
+    with (run.opened("metrics.jsonl", "a" if config.resume else "w") as log,
+          run.opened("rollouts.jsonl", "a") as rollouts,
+          tqdm(initial=len(history), total=config.periods, unit="period",
+               disable=True if nodes.rank else None) as bar):
+        if not nodes.rank:
+            rollouts.truncate(min(run.state["rollouts_bytes"], rollouts.tell()))
         async with run.generator as generator:
             if generator.version != trainer.version:  # a resumed run
                 await generator.update(trainer.models.policy, trainer.version)
@@ -974,10 +1175,14 @@ async def run_periods(run: Run) -> list[dict]:
                 run.score.numbers.clear()  # of an evaluation
                 problems = draw_problems(run.problems, config.seed, period * config.prompts,
                                          config.prompts)
-                groups, step = await run_period(generator, trainer, problems, config.samples,
-                                                run.score, overlap=config.schedule == "async")
-                metrics = {"period": period, **group_metrics(groups), **timeline.close(), **step,
-                           **run.score.means()}
+                groups, step = await run_period(generator, trainer, nodes.share(problems),
+                                                config.samples, run.score,
+                                                overlap=config.schedule == "async")
+                times = timeline.close()
+                told = await nodes.gathered((groups, dict(run.score.numbers)))
+                groups = [group for own, _ in told for group in own]
+                metrics = {"period": period, **group_metrics(groups), **times, **step,
+                           **means([numbers for _, numbers in told])}
                 history.append(metrics)
                 groups.sort(key=lambda group: problems.index(group.problem))  # for the digest
                 write_rollouts(run, period, groups, rollouts)
@@ -989,7 +1194,10 @@ async def run_periods(run: Run) -> list[dict]:
                     metrics["eval_reward"] = await evaluate(run)
                 print(as_json(metrics), file=log, flush=True)
                 if config.save_every and (last or done % config.save_every == 0):
-                    await trainer.worker.run("save", save, run)
+                    if not nodes.rank:
+                        await trainer.worker.run("save", save, run)
+                    await trainer.worker.run("compare", nodes.alike, "the weights",
+                                             weights_sha256, trainer)
                 bar.update()
     return history
 
@@ -1004,7 +1212,8 @@ def summary(run: Run) -> dict:
                            for name in ("generate_busy", "train_busy"))
         result |= {
             "seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds,
-            "tokens_per_second_per_device": tokens / seconds / len(run.devices),
+            "tokens_per_second_per_device": (
+                tokens / seconds / len(run.devices) / run.nodes.count),
             "reward_first": mean_scored([h["reward"] for h in history[:5]]),
             "reward_last": mean_scored([h["reward"] for h in history[-5:]]),
             "generate_busy": generate, "train_busy": train,
@@ -1012,11 +1221,15 @@ def summary(run: Run) -> dict:
             "logp_gap_max": max(h["logp_gap_max"] for h in history)}
     if run.held_out:
         result |= {"eval_first": run.state["evals"][0], "eval_last": run.state["evals"][-1]}
-    weights = hashlib.sha256()
-    for _, parameter in sorted(run.trainer.models.policy.named_parameters()):
-        weights.update(parameter.detach().cpu().numpy().tobytes())
     return result | {"rollouts_sha256": run.state["rollouts_sha256"],
-                     "weights_sha256": weights.hexdigest()}
+                     "weights_sha256": weights_sha256(run.trainer)}
+
+
+def weights_sha256(trainer: Trainer) -> str:
+    weights = hashlib.sha256()
+    for _, parameter in sorted(trainer.models.policy.named_parameters()):
+        weights.update(parameter.detach().cpu().numpy().tobytes())
+    return weights.hexdigest()
 
 
 async def evaluate(run: Run) -> float:
@@ -1031,10 +1244,14 @@ async def evaluate(run: Run) -> float:
         return [run.score.text(r) for r in responses], await run.score(problem, responses)
 
     async with asyncio.TaskGroup() as answers:
-        tasks = [answers.create_task(answered(problem)) for problem in run.held_out]
-    with open(run.out / f"eval-{generator.version:06d}.jsonl", "w", encoding="utf-8") as file:
-        for problem, task in zip(run.held_out, tasks):
-            texts, scores = task.result()
+        tasks = {number: answers.create_task(answered(problem))
+                 for number, problem in run.nodes.share([*enumerate(run.held_out)])}
+    found = {}
+    for own in await run.nodes.gathered({number: tasks[number].result() for number in tasks}):
+        found |= own
+    with run.opened(f"eval-{generator.version:06d}.jsonl", "w") as file:
+        for number, problem in enumerate(run.held_out):
+            texts, scores = found[number]
             print(as_json({"question": problem.question, "answer": problem.answer,
                            "responses": texts, "rewards": scores}), file=file)
             for text, reward in zip(texts, scores):
@@ -1160,18 +1377,20 @@ def lock(out: Path) -> None:
         pass
 
 
-def start(config: Config, out: Path, read_sha256: str) -> tuple[Path | None, dict]:
-    """Lock `out`. Returns the checkpoint to resume from, if any, and the state to start with.
-    Raises ValueError for what is in the way, or for flags that would change the run."""
+def start(config: Config, out: Path, read_sha256: str, first: bool) -> tuple[Path | None, dict]:
+    """Lock `out`, which the `first` node does for all. Returns the checkpoint to resume from, if
+    any, and the state to start with. Raises ValueError for what is in the way, or for flags that
+    would change the run."""
     if not config.resume:
         if found := checkpoints(out):
             raise ValueError(f"{out} holds {found[-1].name} of another run: --resume it, or choose "
                              "another --out")
         out.mkdir(parents=True, exist_ok=True)
-        lock(out)
+        if first:
+            lock(out)
         return None, {"history": [], "problems_sha256": read_sha256, "evals": [],
                       "rollouts_sha256": "", "rollouts_bytes": 0}
-    if out.is_dir():
+    if first and out.is_dir():
         lock(out)
     folder, state = latest_whole(out)
     changed = [as_flags({name: state["config"].get(name)}) for name, value in vars(config).items()
@@ -1202,9 +1421,9 @@ def restore(config: Config, out: Path, folder: Path, state: dict, policy) -> Non
                 (later / "state.json").rename(later / "damaged.json")
     policy.load_state_dict(load(str(folder))[0].state_dict())
     state["optimizer"] = torch.load(folder / "optimizer.pt", "cpu", weights_only=True)
-    shutil.copy(folder / "metrics.jsonl", out)
+    state["metrics"] = (folder / "metrics.jsonl").read_text()
     state["history"] = [{name: math.nan if value is None else value for name, value in
-                         json.loads(line).items()} for line in open(out / "metrics.jsonl")]
+                         json.loads(line).items()} for line in state["metrics"].splitlines()]
     if any(state["config"].get(name) != getattr(config, name)
            for name in ("eval_data", "eval_samples", "eval_limit")):
         state["evals"] = []  # they compare with none of this evaluation's
@@ -1212,8 +1431,10 @@ def restore(config: Config, out: Path, folder: Path, state: dict, policy) -> Non
 
 # ---- The command
 
-def train(config: Config, make_generator: Callable = built_in_generator) -> dict:
+def train(config: Config, make_generator: Callable = built_in_generator,
+          nodes: Nodes | None = None) -> dict:
     """A whole run; returns what is printed last. Raises UserError for what the user can mend."""
+    nodes = nodes or connect(config.out)[0]
     try:
         config = config.checked()
         if config.plan:
@@ -1221,10 +1442,14 @@ def train(config: Config, make_generator: Callable = built_in_generator) -> dict
             print(f"GiB, activations estimated:\n{table}")
             if too_much:
                 raise ValueError(too_much)
+            nodes.close()
             return {"plan": totals}
+        nodes.check(config)
         out, shared = Path(config.out), thread("all cores")
         with named_if_no_memory("the set-up", "--rows or --max-new-tokens"):
-            run = shared.submit(set_up, config, out, shared, make_generator).result()
+            run = shared.submit(set_up, config, out, shared, make_generator, nodes).result()
+            shared.submit(nodes.alike, "flags, problems or weights", lambda: (
+                config, run.problems, weights_sha256(run.trainer))).result()
     except (ValueError, OSError, MemoryError) as error:
         raise UserError(" ".join(str(error).split())) from error
     try:
@@ -1232,6 +1457,7 @@ def train(config: Config, make_generator: Callable = built_in_generator) -> dict
     except BaseExceptionGroup as group:
         raise original(group) from None
     result = shared.submit(summary, run).result()
+    nodes.close()
     if run.timeline.end:
         print(f"\nThe last period, {run.history[-1]['seconds']:.2f} s:\n{run.timeline.blocks()}\n")
     return result
@@ -1259,7 +1485,8 @@ def original(error: BaseException) -> BaseException:
     return original(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None,
+         make_generator: Callable = built_in_generator) -> None:
     """The command line. Exit codes: 0, 1 a failed run, 2 a user's mistake, 130 Ctrl-C, 143 TERM."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.error = lambda message: end(f"error: {message}", 2)
@@ -1273,19 +1500,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     if not config.out and not config.resume:
         config = replace(config, out=time.strftime(RUNS))
+    nodes, out = connect(config.out)
+    config = replace(config, out=out)
 
     def stopped(number, _):
         signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+        nodes.speak()
         end(f"interrupted; {going_on(config.out)}", 128 + number)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stopped)
     try:
-        print(as_json(train(config)), flush=True)
+        print(as_json(train(config, make_generator, nodes)), flush=True)
     except UserError as error:
+        nodes.speak()
         end(f"error: {error}", 2)
     except BaseException as error:
+        nodes.speak()
         said = f"error: {error}"
-        if not isinstance(error, (OSError, MemoryError)) or hasattr(error, "__notes__"):
+        if not isinstance(error, (OSError, MemoryError, GapError)) or hasattr(error, "__notes__"):
             traceback.print_exception(error)  # a fault, or a reward's own error
             said = "the run failed"
         end(f"{said}; {going_on(config.out)}", 1)

@@ -3,6 +3,7 @@ processes that start at once."""
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from transformers import (
 from transformers.utils import logging
 
 import model
+import periodic_async
 from attention import attach
 from periodic_async import flag
 
@@ -36,6 +38,8 @@ CONFIGS = {
     "qwen3": lambda **k: Qwen3Config(attention_bias=True, head_dim=16, **k),
     "mistral": lambda **k: MistralConfig(sliding_window=None, **k),
 }
+TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 def step(copy):
@@ -127,10 +131,33 @@ def warm_folder(tmp_path_factory):
     return _tiny_folder(tmp_path_factory.mktemp("warm"), 80)
 
 
+@pytest.fixture(scope="session")
+def folders(random_folder, tmp_path_factory):
+    """For runs on several devices, {is it tied: folder}: a random Qwen2 of four layers, six sums,
+    and a reward that tells random responses apart, without which no weight would move."""
+    paths = {}
+    for tied in (False, True):
+        paths[tied] = tmp_path_factory.mktemp("tied" if tied else "untied")
+        shutil.copytree(random_folder, paths[tied], dirs_exist_ok=True)
+        small_model("qwen2", vocab_size=99, num_hidden_layers=4, tie_word_embeddings=tied,
+                    eos_token_id=2).save_pretrained(paths[tied])
+        sums = [{"question": f"{10 ** n}+{n}=", "answer": str(10 ** n + n)} for n in range(6)]
+        (paths[tied] / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
+        (paths[tied] / "reward.py").write_text(
+            "def reward(response, problem):\n    return sum(map(ord, response)) % 5 / 4\n")
+    return paths
+
+
 @pytest.fixture
 def random_policy():
     """A small random model, attached, in train mode."""
     return attach(small_model().train())
+
+
+@pytest.fixture
+def unclipped(monkeypatch):
+    """The norm to which a gradient is clipped would hide a wrong divisor."""
+    monkeypatch.setattr(periodic_async, "CLIP_NORM", float("inf"))
 
 
 # Imports torch once, before any thread; every run is a fork of it, a process with an exit code.
@@ -144,7 +171,10 @@ logging.disable_progress_bar()
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
 for line in sys.stdin:
     plant, flags, folder = json.loads(line)
-    folder, child = Path(folder), os.fork()
+    folder = Path(folder)
+    if os.fork():
+        continue  # several runs at once: a process waits for each
+    child = os.fork()
     if not child:
         for number, name in ((0, os.devnull), (1, folder / "out"), (2, folder / "err")):
             os.dup2(os.open(name, os.O_RDWR | os.O_CREAT, 0o600), number)
@@ -155,6 +185,7 @@ for line in sys.stdin:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     (folder / "code.new").write_text(str(code))
     (folder / "code.new").rename(folder / "code")
+    os._exit(0)
 """
 
 
@@ -208,14 +239,18 @@ def server(tmp_path_factory):
     process.wait()
 
 
+def as_given(settings):
+    """The flags of a Config."""
+    given = {name: value for name, value in vars(settings).items() if value not in (None, "")}
+    return [flag(name) if value is True else f"--no-{flag(name)[2:]}" if value is False
+            else f"{flag(name)}={value}" for name, value in given.items()]
+
+
 @pytest.fixture
 def child(server, tmp_path):
     """child(plant, settings) starts a run."""
     count = iter(range(100))
 
     def start(plant, settings):
-        given = {name: value for name, value in vars(settings).items() if value not in (None, "")}
-        flags = [flag(name) if value is True else f"--no-{flag(name)[2:]}" if value is False
-                 else f"{flag(name)}={value}" for name, value in given.items()]
-        return Child(server, tmp_path / f"child-{next(count)}", plant, flags)
+        return Child(server, tmp_path / f"child-{next(count)}", plant, as_given(settings))
     return start

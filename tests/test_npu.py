@@ -225,8 +225,8 @@ def watched_run():
         ended.append(copy.device)
         return finish(copy)
 
-    def reported(config):
-        result = whole(config)
+    def reported(*given):
+        result = whole(*given)
         print("SEEN", json.dumps({"reads": [[*what, n] for what, n in READS.items()],
                                   "finished": len(ended),
                                   "streams": [[*what, *n] for what, n in STREAMS.items()]}))
@@ -276,24 +276,6 @@ def test_the_stub_refuses(child):
 
 
 # ------------------------------------------------------------------------------- runs on the stub
-
-REWARD = "def reward(response, problem):\n    return sum(map(ord, response)) % 5 / 4\n"
-
-
-@pytest.fixture(scope="module")
-def folders(random_folder, tmp_path_factory):
-    """A random model of the shape of Qwen2, as a folder: {is it tied: path}."""
-    paths = {}
-    for tied in (False, True):
-        paths[tied] = tmp_path_factory.mktemp("tied" if tied else "untied")
-        shutil.copytree(random_folder, paths[tied], dirs_exist_ok=True)
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(small_config(
-            "qwen2", vocab_size=99, tie_word_embeddings=tied, initializer_range=0.3,
-            eos_token_id=2)).save_pretrained(paths[tied])
-        (paths[tied] / "reward.py").write_text(REWARD)
-    return paths
-
 
 def settings(folder, out, kind, **changes):
     """Two stages, and two copies on devices of their own."""

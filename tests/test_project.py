@@ -13,8 +13,8 @@ from periodic_async import Config, flag
 
 ROOT = Path(__file__).parent.parent
 # Lines at most: of the method, above the border, and of the file.
-LINES = {"grpo.py": (160, 450), "attention.py": (330, 380), "model.py": (400, 770),
-         "periodic_async.py": (490, 1320)}
+LINES = {"grpo.py": (160, 455), "attention.py": (338, 386), "model.py": (400, 770),
+         "periodic_async.py": (520, 1540)}
 BORDER = "# ---- The method ends here"
 OURS = {"grpo": set(), "attention": set(), "model": {"attention"},
         "periodic_async": {"attention", "grpo", "model"}}
@@ -37,8 +37,8 @@ def test_size():
         for node in ast.walk(ast.parse(source(name))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno - node.lineno < 60, f"{name}: {node.name}"
-    assert methods <= 1360
-    assert sum(len(source(name).splitlines()) for name in LINES) <= 2910
+    assert methods <= 1410
+    assert sum(len(source(name).splitlines()) for name in LINES) <= 3150
     for path in [*ROOT.glob("*.py"), *ROOT.glob("tests/**/*.py")]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert len(line) <= 100, f"{path.name}:{number}"
@@ -86,6 +86,15 @@ def test_readme_names_every_flag_and_metric():
         assert f"`{name}`" in readme, name
 
 
+def test_the_tests_readme_names_every_file():
+    """A file of tests/ and tests/bench that its table leaves out, or one that is gone."""
+    tests = ROOT / "tests"
+    there = {str(path.relative_to(tests)) for path in tests.glob("**/*")
+             if path.suffix in (".py", ".md") and path != tests / "README.md"}
+    named = re.findall(r"`((?:bench/)?\w+\.(?:py|md))`", source("tests/README.md"))
+    assert sorted(named) == sorted(there)
+
+
 def test_readme_map_names_what_exists():
     """Every function and file that the README's map from the paper names is there."""
     names = re.findall(r"`(\w+)\.py: ([\w.]+)`", source("README.md"))
@@ -97,8 +106,8 @@ def test_readme_map_names_what_exists():
 
 
 def test_flags():
-    """At most 38, each with its help text."""
-    assert len(dataclasses.fields(Config)) <= 38
+    """At most 40, each with its help text."""
+    assert len(dataclasses.fields(Config)) <= 40
     assert all(field.metadata["help"] for field in dataclasses.fields(Config))
 
 
@@ -115,7 +124,7 @@ def test_benchmarks_run(random_folder, tmp_path, command):
     data = tmp_path / "data.jsonl"
     data.write_text('{"question": "1+1=", "answer": "2"}\n' * 8)
     words = [{"MODEL": str(random_folder), "DATA": str(data)}.get(w, w) for w in command.split()]
-    done = subprocess.run([sys.executable, ROOT / "tests/bench" / words[0], *words[1:]], timeout=120,
-                          cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "tests/bench" / words[0], *words[1:]],
+                          timeout=120, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert isinstance(json.loads(done.stdout.splitlines()[-1]), dict)

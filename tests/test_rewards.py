@@ -10,7 +10,7 @@ import threading
 import time
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -507,7 +507,7 @@ def test_an_error_of_the_reward_ends_the_run(random_folder, tmp_path):
 class Characters:
     """A tokenizer whose ids are code points: a prompt can be read back."""
     chat_template = bos_token_id = None
-    added_tokens_decoder = {}
+    added_tokens_decoder = MappingProxyType({})
 
     def __call__(self, text, add_special_tokens):
         return SimpleNamespace(input_ids=[*map(ord, text)])

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import model
 import periodic_async
 from attention import attach, pack
-from model import InferenceCopy, exact_threads, frozen_copy, load, place, token_logprobs
+from model import (InferenceCopy, cut_into_stages, exact_threads, frozen_copy, load,
+                   token_logprobs)
 from periodic_async import Timeline, Worker, train, usable_cores
 
 slow = pytest.mark.slow
@@ -106,16 +107,16 @@ def test_silu_where_it_is_used(dtype):
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
 def test_every_layer_has_it(architecture, tmp_path):
-    """`place` puts it into all layers, those of every stage, and a copy and a saved folder are as
-    ever; a model with another activation keeps its own."""
-    cut = place(attach(small_model(architecture)), ["cpu", "cpu"])
+    """`cut_into_stages` puts it into all layers, those of every stage, and a copy and a saved
+    folder are as ever; a model with another activation keeps its own."""
+    cut = cut_into_stages(attach(small_model(architecture)), ["cpu", "cpu"])
     for whose in (cut, frozen_copy(cut, torch.bfloat16)):
         layers = [layer for _, stage in whose.stages for layer in stage.layers]
         assert [type(layer.mlp.act_fn) for layer in layers] == [model._SiLU] * 2
     cut.save_pretrained(tmp_path)
     again = type(cut).from_pretrained(tmp_path)
     assert again.state_dict().keys() == cut.state_dict().keys()
-    other = place(attach(small_model(architecture, hidden_act="gelu")), ["cpu"])
+    other = cut_into_stages(attach(small_model(architecture, hidden_act="gelu")), ["cpu"])
     assert not any(isinstance(module, model._SiLU) for module in other.modules())
 
 
@@ -193,7 +194,7 @@ def recorded(policy, rows):
 
 def wide_model(architecture, width):
     """Wide enough for torch to use several threads, whose parts of silu end anywhere."""
-    return place(attach(small_model(
+    return cut_into_stages(attach(small_model(
         architecture, hidden_size=width, intermediate_size=8 * width // 3 // 8 * 8 + 8,
         num_attention_heads=width // 32, num_key_value_heads=width // 64,
         vocab_size=3001).train()), ["cpu"])

@@ -20,7 +20,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -56,7 +55,7 @@ def measured(given, out):
     periodic_async.math_reward = lambda text, gold: float(gold in text)
     shared = periodic_async.thread("all cores")
     run = shared.submit(set_up, config, out, shared).result()
-    run.generator.copies[0].stop = np.array([], dtype=np.int64)
+    run.generator.copies[0].stop = set()
     history = asyncio.run(run_periods(run))
     responses = given.prompts * given.samples
     for period in history:

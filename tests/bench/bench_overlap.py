@@ -27,7 +27,11 @@ from periodic_async import Config, run_period, set_up
 
 
 class Silent:
-    """A trainer that takes groups and does nothing: generation alone."""
+    """A trainer that takes groups and does nothing: generation alone, with its weight copy."""
+    version = 0
+
+    def __init__(self, models):
+        self.models = models
 
     async def consume(self, group):
         pass
@@ -37,7 +41,7 @@ class Silent:
 
 
 class Replay:
-    """A generator that has everything already: training alone."""
+    """A generator that has everything already, weights too: training alone."""
     version = 0
 
     def __init__(self, groups):
@@ -45,6 +49,9 @@ class Replay:
 
     async def generate(self, problem, samples):
         return self.responses[problem.key]
+
+    async def update(self, policy, version):
+        pass
 
 
 async def rewards(problem, responses):
@@ -86,21 +93,26 @@ def measure(given, run):
     problems = draw_problems(run.problems, 0, 0, given.groups)
     timelines = {}
 
+    def begin_again():
+        """The version is 0 once more, so that every period does the same work."""
+        for side in (run.trainer, *run.generator.copies):
+            side.version = 0
+
     async def period(generator, trainer, overlap):
-        """Seconds of one period; the version stays 0, so that every period does the same work."""
+        """Seconds of one period, optimizer step and weight copy included."""
         run.timeline.open()
         groups, _ = await run_period(generator, trainer, problems, given.samples, rewards, overlap)
         run.timeline.close()
-        run.trainer.version = 0
+        begin_again()
         return groups, run.timeline.end - run.timeline.start
 
     async def measured():
         seconds = {}
         async with run.generator as generator:
             await run_period(generator, run.trainer, problems[:2], given.samples, rewards, True)
-            run.trainer.version = 0  # that was the warm-up
+            begin_again()  # that was the warm-up
             groups = []
-            cases = {"generate": (generator, Silent(), True, False),
+            cases = {"generate": (generator, Silent(run.trainer.models), True, False),
                      "train": (None, run.trainer, True, False),
                      "sync": (generator, run.trainer, False, False),
                      "async": (generator, run.trainer, True, False),

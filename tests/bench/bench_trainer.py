@@ -1,6 +1,6 @@
 """Seconds of a training pass with the prompt once a response, and once a group; memory of the head.
 
-    python tests/bench/bench_trainer.py MODEL [--threads 2] [--repeats 3] [--shapes 64,8,64 512,8,64]
+    python tests/bench/bench_trainer.py MODEL [--threads 2] [--repeats 3] [--shapes 64,8,64 ..]
 
 Forward and backward pass of one group of P prompt tokens and K responses of R tokens (R~0.8: of R
 on average, log-normal with that sigma; further K,R: further responses), random ids, float32: the
@@ -106,8 +106,8 @@ def lengths(shape):
 def measure(model, shape, repeats):
     """What is reported of one shape."""
     (p, r), rng = lengths(shape), np.random.default_rng(0)
-    group = [rng.integers(10, model.vocab_size, p)], [
-        [rng.integers(10, model.vocab_size, n) for n in r]]
+    prompt, *responses = (rng.integers(10, model.vocab_size, n).tolist() for n in (p, *r))
+    group = [prompt], [responses]
     seconds, products = ({form: [] for form in FORMS} for _ in range(2))
     logprobs, rates = {}, []
     for repeat in range(-1, repeats):  # -1: warm-up
