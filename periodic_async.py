@@ -25,7 +25,7 @@ What makes both schedules equal, bit for bit on a CPU with any number of cores, 
  3. what is queued is the scoring, in the order in which generation ended: `run_period`;
     test_a_slow_reward_does_not_reorder_groups
  4. a micro-batch is a number of groups, split by tokens, never "what is waiting":
-    `Trainer.consume`, `Trainer._fitting`; test_micro_batches_fill_the_token_limit
+    `Trainer.consume`, `fitting`; test_micro_batches_fill_the_token_limit
  5. every divisor is known before the period, or applied to the sum: `token_weights`;
     test_proposition_2_arrival_order_does_not_change_the_gradient
  6. gradients that meet are added in a fixed order: `token_logprobs`; tests/test_threads.py
@@ -86,8 +86,8 @@ async def run_period(generator, trainer, problems: Sequence[Problem], samples: i
     """One period: generate, score and train `samples` responses to every problem; one optimizer
     step; the new weights to the generator. `score(problem, responses)` is a coroutine that returns
     rewards. Returns the groups in the order trained, and the step's metrics. Whatever raises ends
-    the period at once, as an ExceptionGroup: its gradients are of no use then. The generator may be
-    any object with `version`, `generate` and `update` as `Generator` has them."""
+    the period at once, as an ExceptionGroup. The generator may be any object with `version`,
+    `generate` and `update` as `Generator` has them."""
     queue = asyncio.Queue()
     groups = []
 
@@ -134,8 +134,7 @@ class Generator:
         return self.copies[0].version
 
     async def __aenter__(self):
-        # A task group that lives as long as the generator: no task outlives it.
-        self._tasks = await asyncio.TaskGroup().__aenter__()
+        self._tasks = await asyncio.TaskGroup().__aenter__()  # it lives as long as the generator
         self._stepping = self._tasks.create_task(self._steps())
         return self
 
@@ -148,9 +147,8 @@ class Generator:
                        temperature: float | None = None) -> list[Response]:
         """`samples` responses to a problem; tokens depend on the weights and on (seed, version,
         problem.key, sample) alone. `temperature`, 0 for the likeliest tokens, is the run's unless
-        given, and one for all requests in flight. Raises ValueError for a prompt too long for the
-        slots; RuntimeError for another temperature, or while weights are copied; and the error of
-        an earlier step."""
+        given, and one for all in flight. Raises ValueError for a prompt too long, RuntimeError for
+        another temperature or while weights are copied, and the error of an earlier step."""
         if self._error is not None:
             raise self._error
         if self._updating:  # with no await from here to `submit`: see `run_period`
@@ -239,10 +237,6 @@ class Generator:
                 future.set_exception(error)
 
 
-class GapError(RuntimeError):
-    """What was sampled is not from the weights being trained."""
-
-
 class Sample(NamedTuple):
     """A response on its way into a micro-batch."""
     group: Group
@@ -280,9 +274,8 @@ class Trainer:
         self.nodes = nodes or Nodes()  # each trains its share of a period; here they are added up
         self.version = 0    # periods trained
         self.bad_steps = 0  # steps in a row whose gradient was not finite
-        # Micro-batches in flight, each a list of (output, what the next stage took in) of the
-        # stages whose backward passes are still to come, the next at the end. The last stage puts
-        # out the loss.
+        # Micro-batches in flight: of each a list of (output, what the next stage took in) of stages
+        # whose backward passes are to come, the next at the end. The last stage puts out the loss.
         self.flights: list[list[tuple[Tensor, Tensor | None]]] = []
         self.parameters = list(models.policy.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate,
@@ -340,25 +333,11 @@ class Trainer:
                 del samples[-len(advantages):]
                 self.skipped += 1
         while samples:
-            fitting = self._fitting(samples)
-            batch, samples = self._micro_batch(samples[:fitting]), samples[fitting:]
+            count = fitting(samples, config)
+            batch, samples = self._micro_batch(samples[:count]), samples[count:]
             self._forward_backward(batch)
             if config.inner_steps > 1:
                 self.batches.append(batch)
-
-    def _fitting(self, samples: list[Sample]) -> int:
-        """How many fit into --micro-batch-tokens as attention computes them, 1 at least. Any split
-        is exact: the loss is a sum over responses."""
-        tokens, before = ComputedTokens(), None
-        for number, (group, response, *_) in enumerate(samples):
-            prompt = len(group.problem.prompt_ids)
-            if group is not before or self.config.attention == "repeat":
-                tokens.add(0, prompt)
-            tokens.add(prompt, len(response.ids))
-            if number and tokens.total() > self.config.micro_batch_tokens:
-                return number
-            before = group
-        return len(samples)
 
     def _micro_batch(self, samples: list[Sample]) -> MicroBatch:
         config, prompts, responses, sampled = self.config, [], [], []
@@ -399,9 +378,8 @@ class Trainer:
             self.sums[name] = self.sums.get(name, 0) + value
 
     def _back_by_one_stage(self) -> None:
-        """Newest first, so from the last stage to the first. Results do not depend on that order,
-        launches do: streams are in order, and a whole backward pass at once would leave the devices
-        idle."""
+        """Newest first: from the last stage to the first. Only launches depend on that order. A
+        whole backward pass at once would leave devices idle, for streams are in order."""
         for flight in reversed(self.flights):
             output, taken = flight.pop()
             if taken is None:
@@ -425,14 +403,13 @@ class Trainer:
             if self.bad_steps:
                 break  # the weights did not move: the next pass would be the same
         self.version += 1
-        metrics = self._metrics(passes, norm)
+        metrics = period_metrics(self, passes, norm)
         self._start_period()
         return metrics
 
     def _check_gap(self) -> None:
-        """Before the first step. Raises GapError where tokens came from other weights: a weight
-        copy that got lost, here or in another engine, has the right version and shows here alone.
-        (A NaN is left to `_optimizer_step`.) Sums the nodes' tokens, which `dapo` divides by."""
+        """Before the first step. Raises GapError where tokens came from other weights: a lost
+        weight copy shows here alone. Sums the nodes' tokens, which `dapo` divides by."""
         known = self.nodes.sums({"unmasked": self.unmasked_tokens,
                                  "gap": float(self.sums.get("gap_sum", 0)),
                                  "tokens": float(self.sums.get("gap_tokens", 0))})
@@ -466,21 +443,6 @@ class Trainer:
     def _loss_scale(self) -> float:
         """What is known only when the period is complete: dapo's number of tokens."""
         return 1 / max(self.unmasked_tokens, 1) if self.config.loss == "dapo" else 1.0
-
-    def _metrics(self, passes: int, norm: float) -> dict[str, float]:
-        """Of a period. Beside the norm, all that the trainer reads back from the device."""
-        sums = {name: float(value) for name, value in self.sums.items()}
-        sums = defaultdict(float, self.nodes.sums(sums | {"skipped_groups": self.skipped}))
-        tokens, first_tokens = max(sums["kept_tokens"], 1), max(sums["first_tokens"], 1)
-        return {
-            "loss": sums["loss"] * self._loss_scale() / passes, "kl": sums["kl_sum"] / tokens,
-            "clip_low_share": sums["clip_low_tokens"] / tokens,
-            "clip_high_share": sums["clip_high_tokens"] / tokens,
-            "importance_capped_share": sums["importance_capped_tokens"] / tokens,
-            "entropy": sums["entropy_sum"] / first_tokens, "logp_gap_max": sums["gap_max"],
-            "logp_gap_mean": sums["gap_sum"] / max(sums["gap_tokens"], 1), "gradient_norm": norm,
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "skipped_groups": sums["skipped_groups"], "bad_steps": self.bad_steps}
 
 
 class Worker:
@@ -519,8 +481,46 @@ class Worker:
             self.working.discard(self.side)
 
 
-# ---- The method ends here. What follows makes it a program: flags; threads and the timeline;
-# several nodes; reading and scoring; a run from set-up to summary; checkpoints; the command.
+# ---- The method ends here. What follows makes it a program: the trainer's counting; flags; threads
+# and the timeline; several nodes; reading and scoring; a run from set-up to summary; checkpoints;
+# the command.
+
+# ---- The trainer's counting
+
+class GapError(RuntimeError):
+    """What was sampled is not from the weights being trained."""
+
+
+def fitting(samples: list[Sample], config: "Config") -> int:
+    """How many fit into --micro-batch-tokens as attention computes them, 1 at least. Any split
+    is exact: the loss is a sum over responses."""
+    tokens, before = ComputedTokens(), None
+    for number, (group, response, *_) in enumerate(samples):
+        prompt = len(group.problem.prompt_ids)
+        if group is not before or config.attention == "repeat":
+            tokens.add(0, prompt)
+        tokens.add(prompt, len(response.ids))
+        if number and tokens.total() > config.micro_batch_tokens:
+            return number
+        before = group
+    return len(samples)
+
+
+def period_metrics(trainer: Trainer, passes: int, norm: float) -> dict[str, float]:
+    """Of a period. Beside the norm, all that the trainer reads back from the device."""
+    sums = {name: float(value) for name, value in trainer.sums.items()}
+    sums = defaultdict(float, trainer.nodes.sums(sums | {"skipped_groups": trainer.skipped}))
+    tokens, first_tokens = max(sums["kept_tokens"], 1), max(sums["first_tokens"], 1)
+    return {
+        "loss": sums["loss"] * trainer._loss_scale() / passes, "kl": sums["kl_sum"] / tokens,
+        "clip_low_share": sums["clip_low_tokens"] / tokens,
+        "clip_high_share": sums["clip_high_tokens"] / tokens,
+        "importance_capped_share": sums["importance_capped_tokens"] / tokens,
+        "entropy": sums["entropy_sum"] / first_tokens, "logp_gap_max": sums["gap_max"],
+        "logp_gap_mean": sums["gap_sum"] / max(sums["gap_tokens"], 1), "gradient_norm": norm,
+        "learning_rate": trainer.optimizer.param_groups[0]["lr"],
+        "skipped_groups": sums["skipped_groups"], "bad_steps": trainer.bad_steps}
+
 
 # ---- Flags
 

@@ -13,8 +13,8 @@ from periodic_async import Config, flag
 
 ROOT = Path(__file__).parent.parent
 # Lines at most: of the method, above the border, and of the file.
-LINES = {"grpo.py": (160, 455), "attention.py": (338, 386), "model.py": (400, 770),
-         "periodic_async.py": (525, 1550)}
+LINES = {"grpo.py": (160, 455), "attention.py": (330, 386), "model.py": (390, 770),
+         "periodic_async.py": (485, 1550)}
 BORDER = "# ---- The method ends here"
 OURS = {"grpo": set(), "attention": set(), "model": {"attention"},
         "periodic_async": {"attention", "grpo", "model"}}
@@ -37,7 +37,7 @@ def test_size():
         for node in ast.walk(ast.parse(source(name))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno - node.lineno < 60, f"{name}: {node.name}"
-    assert methods <= 1415
+    assert methods <= 1350
     assert sum(len(source(name).splitlines()) for name in LINES) <= 3150
     for path in [*ROOT.glob("*.py"), *ROOT.glob("tests/**/*.py")]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -74,7 +74,7 @@ def test_results_explain_every_metric():
     explained = source("tests/RESULTS.md")
     part = source("grpo.py").split("def group_metrics")[1].split("\n# ----")[0]
     produced = set(re.findall(r'"([a-z_]+)":', part))
-    for start, stop in (("def _metrics", "class Worker"),
+    for start, stop in (("def period_metrics", "# ---- Flags"),
                         ('return {"seconds"', "def blocks"),
                         ('result = {"schedule"', "weights.hexdigest()")):
         part = source("periodic_async.py").split(start)[1].split(stop)[0]

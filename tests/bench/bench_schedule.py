@@ -148,7 +148,7 @@ class Pipeline:
 
     def launch(self) -> None:
         """Pack the waiting groups; too many tokens, as attention fills them up, are split, as
-        `Trainer._fitting` does. The time of a part is that of its tokens, without the filling."""
+        `fitting` does. The time of a part is that of its tokens, without the filling."""
         rows = [(self.period.prompts[group], length, group) for group in self.groups
                 for length in self.period.lengths[group]]
         parts, self.groups = [], []

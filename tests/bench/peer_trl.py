@@ -177,7 +177,8 @@ def main():
             p += 0.02 * torch.randn(p.shape, generator=generator)
     groups = made_groups(policy)
     print(f"TRL {trl.__version__}, a small random Qwen2, float32, 3 prompts x 4 responses\n"
-          f"{'loss':8}{'masked':>7}{'cap':>5}{'TRL':>12}{'ours':>12}{'difference':>11}{'gradient':>10}"
+          f"{'loss':8}{'masked':>7}{'cap':>5}{'TRL':>12}{'ours':>12}{'difference':>11}"
+          f"{'gradient':>10}"
           f"{'advantage':>11}{'clip low':>10}{'high':>7}")
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)
