@@ -797,7 +797,8 @@ class Casts(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("schedule", ["async", "sync"])
+@pytest.mark.parametrize("schedule", [
+    "async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_weights_are_cast_once_a_step(random_folder, tmp_path, monkeypatch, schedule):
     """C06: with bfloat16 a micro-batch in flight held a copy of the weights. They do not move
     within a step, so one serves all its passes, in whichever thread, while generation leaves
