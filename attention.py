@@ -30,17 +30,6 @@ GROUPED = ("cpu", "npu")  # devices whose fused kernels take grouped queries, se
 BOOLEAN = ("npu",)        # and those that want a mask as bool, see Packed.masks
 
 
-def round_up(n: int, step: int) -> int:
-    """n, filled up to a multiple of step."""
-    return -(-int(n) // step) * step
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """What a matrix product with x computes in: that of autocast, where it is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 def upload(x: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device, launched: from memory of the host that is not pinned, the host would
     wait until the device has done all it has to do."""
@@ -336,6 +325,17 @@ for _kind, _over_packed in KINDS.items():
 
 
 # ---- The method ends here. What follows: what a micro-batch costs; which models are served.
+
+def round_up(n: int, step: int) -> int:
+    """n, filled up to a multiple of step."""
+    return -(-int(n) // step) * step
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product with x computes in: that of autocast, where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
 
 class ComputedTokens:
     """`cost()["tokens_computed"]` of pieces that are added one by one, with `multiple` 8."""

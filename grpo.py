@@ -94,7 +94,8 @@ def token_weights(lengths: Tensor, keep: Tensor, kind: str, responses: int,
 
 def grpo_loss(logprobs: Tensor, old: Tensor, reference: Tensor | None,
               advantages: Tensor, weights: Tensor, *, clip_low: float = 0.2,
-              clip_high: float = 0.2, beta: float = 0.0) -> tuple[Tensor, dict]:
+              clip_high: float = 0.2, beta: float = 0.0, sampled: Tensor | None = None,
+              importance_cap: float = 0.0) -> tuple[Tensor, dict]:
     """The clipped surrogate of a micro-batch plus beta times the KL to the reference, and metrics.
 
     All arguments are (A,), one entry a response token; `weights` from `token_weights`. Per token
@@ -106,7 +107,11 @@ def grpo_loss(logprobs: Tensor, old: Tensor, reference: Tensor | None,
     The loss is the weighted sum: the losses of a period's micro-batches add up to the period's.
     In the first pass `old` is `logprobs` itself, detached. The ratio is then exactly 1, but its
     gradient is that of `logprobs`: the surrogate's *value* is minus the mean advantage, about 0,
-    whatever is learnt. Metrics are sums and counts (tensors): only those can be added up."""
+    whatever is learnt. Metrics are sums and counts (tensors): only those can be added up.
+
+    `importance_cap` c > 0 multiplies the surrogate by min(exp(old - sampled), c), without gradient:
+    the truncated importance weight for an engine whose log-probs, `sampled`, round in another way.
+    1 where they are equal or missing (NaN). Not the KL: it has no expectation over that engine."""
     ratio = (logprobs - old).clamp(-20, 20).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     per_token = -torch.minimum(ratio * advantages, clipped * advantages)
@@ -115,6 +120,10 @@ def grpo_loss(logprobs: Tensor, old: Tensor, reference: Tensor | None,
         sums = {"clip_low_tokens": ((ratio < 1 - clip_low) & (advantages < 0) & kept).sum(),
                 "clip_high_tokens": ((ratio > 1 + clip_high) & (advantages > 0) & kept).sum(),
                 "kept_tokens": kept.sum()}
+    if importance_cap:
+        importance = (old - sampled).detach().nan_to_num(0.0).exp()
+        sums["importance_capped_tokens"] = ((importance > importance_cap) & kept).sum()
+        per_token = per_token * importance.clamp(max=importance_cap)
     if reference is not None:
         d = (reference - logprobs).clamp(-20, 20)
         # Never negative, and unbiased for tokens sampled from the policy. Not exp(d) - d - 1: in

@@ -134,15 +134,6 @@ class _HeadLogprobs(torch.autograd.Function):
         return grad_hidden, None if in_place else grad_weight, None, None
 
 
-def _chunks(hidden, head):
-    size = max(8, HEAD_CHUNK // len(head) // 8 * 8)
-    return [slice(start, start + size) for start in range(0, len(hidden), size)]
-
-
-def _wide(x):
-    return x if x.dtype == torch.float64 else x.float()
-
-
 class TriModel:
     """Policy, old policy and reference: one architecture, one tokenizer, one layout over devices.
     The policy alone has gradients; `reference` is None when beta is 0.
@@ -175,11 +166,6 @@ class TriModel:
         """Log-probs (A,) of one of the three models, at the run's temperature and precision."""
         with autocast(self.device, self.dtype):
             return token_logprobs(model, packed, self.temperature, sums, cuts).to(self.device)
-
-
-def autocast(device: torch.device, dtype: torch.dtype):
-    """bfloat16 matrix products over float32 parameters; nothing for float32 and float64."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
 @dataclass(slots=True)
@@ -406,6 +392,20 @@ with contextlib.suppress(AttributeError, TypeError):  # other C libraries have n
     # them. M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD; now, for a thread keeps its first arena.
     for option, value in (-8, 1), (-4, 0), (-1, 2**31 - 1):
         ctypes.CDLL(None).mallopt(option, value)
+
+
+def _chunks(hidden, head):
+    size = max(8, HEAD_CHUNK // len(head) // 8 * 8)
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
+
+
+def _wide(x):
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def autocast(device: torch.device, dtype: torch.dtype):
+    """bfloat16 matrix products over float32 parameters; nothing for float32 and float64."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
 def load(name: str, device="cpu", dtype: torch.dtype = torch.float32, *, seed: int = 0) -> tuple:

@@ -25,7 +25,7 @@ What makes both schedules equal, bit for bit on a CPU with any number of cores, 
  3. what is queued is the scoring, in the order in which generation ended: `run_period`;
     test_a_slow_reward_does_not_reorder_groups
  4. a micro-batch is a number of groups, split by tokens, never "what is waiting":
-    `Trainer.consume`, `Trainer._fitting`; test_micro_batches_fill_the_token_limit
+    `Trainer.consume`, `fitting`; test_micro_batches_fill_the_token_limit
  5. every divisor is known before the period, or applied to the sum: `token_weights`;
     test_proposition_2_arrival_order_does_not_change_the_gradient
  6. gradients that meet are added in a fixed order: `token_logprobs`; tests/test_threads.py
@@ -37,6 +37,7 @@ What makes both schedules equal, bit for bit on a CPU with any number of cores, 
 import argparse
 import asyncio
 import contextlib
+import errno
 import hashlib
 import inspect
 import itertools
@@ -55,18 +56,20 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
 from attention import ComputedTokens, Packed, attach, pack, upload
 from grpo import (CLOSING, LOSSES, Group, Problem, Response, draw_problems, encode_prompt,
-                  group_advantages, group_metrics, grpo_loss, math_reward, mean_scored,
-                  read_problems, token_weights)
+                  group_advantages, group_metrics, grpo_loss, is_number, math_reward,
+                  mean_scored, read_problems, token_weights)
 from model import (TINY, InferenceCopy, TriModel, arithmetic, copy_weights, cut_into_stages,
                    exact_threads, find_devices, frozen_copy, load, memory_plan, stages, stop_ids,
                    usable_cores)
@@ -83,8 +86,8 @@ async def run_period(generator, trainer, problems: Sequence[Problem], samples: i
     """One period: generate, score and train `samples` responses to every problem; one optimizer
     step; the new weights to the generator. `score(problem, responses)` is a coroutine that returns
     rewards. Returns the groups in the order trained, and the step's metrics. Whatever raises ends
-    the period at once, as an ExceptionGroup: its gradients are of no use then. The generator may be
-    any object with `version`, `generate` and `update` as `Generator` has them."""
+    the period at once, as an ExceptionGroup. The generator may be any object with `version`,
+    `generate` and `update` as `Generator` has them."""
     queue = asyncio.Queue()
     groups = []
 
@@ -131,8 +134,7 @@ class Generator:
         return self.copies[0].version
 
     async def __aenter__(self):
-        # A task group that lives as long as the generator: no task outlives it.
-        self._tasks = await asyncio.TaskGroup().__aenter__()
+        self._tasks = await asyncio.TaskGroup().__aenter__()  # it lives as long as the generator
         self._stepping = self._tasks.create_task(self._steps())
         return self
 
@@ -145,9 +147,8 @@ class Generator:
                        temperature: float | None = None) -> list[Response]:
         """`samples` responses to a problem; tokens depend on the weights and on (seed, version,
         problem.key, sample) alone. `temperature`, 0 for the likeliest tokens, is the run's unless
-        given, and one for all requests in flight. Raises ValueError for a prompt too long for the
-        slots; RuntimeError for another temperature, or while weights are copied; and the error of
-        an earlier step."""
+        given, and one for all in flight. Raises ValueError for a prompt too long, RuntimeError for
+        another temperature or while weights are copied, and the error of an earlier step."""
         if self._error is not None:
             raise self._error
         if self._updating:  # with no await from here to `submit`: see `run_period`
@@ -267,13 +268,14 @@ class Trainer:
         stage 2:  F0 B0 F1 B1 F2 B2 ..         one stage: F0 B0 F1 B1 ..
     """
 
-    def __init__(self, models: TriModel, worker: "Worker", config: "Config"):
+    def __init__(self, models: TriModel, worker: "Worker", config: "Config",
+                 nodes: "Nodes | None" = None):
         self.models, self.worker, self.config = models, worker, config
+        self.nodes = nodes or Nodes()  # each trains its share of a period; here they are added up
         self.version = 0    # periods trained
         self.bad_steps = 0  # steps in a row whose gradient was not finite
-        # Micro-batches in flight, each a list of (output, what the next stage took in) of the
-        # stages whose backward passes are still to come, the next at the end. The last stage puts
-        # out the loss.
+        # Micro-batches in flight: of each a list of (output, what the next stage took in) of stages
+        # whose backward passes are to come, the next at the end. The last stage puts out the loss.
         self.flights: list[list[tuple[Tensor, Tensor | None]]] = []
         self.parameters = list(models.policy.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.learning_rate,
@@ -331,25 +333,11 @@ class Trainer:
                 del samples[-len(advantages):]
                 self.skipped += 1
         while samples:
-            fitting = self._fitting(samples)
-            batch, samples = self._micro_batch(samples[:fitting]), samples[fitting:]
+            count = fitting(samples, config)
+            batch, samples = self._micro_batch(samples[:count]), samples[count:]
             self._forward_backward(batch)
             if config.inner_steps > 1:
                 self.batches.append(batch)
-
-    def _fitting(self, samples: list[Sample]) -> int:
-        """How many fit into --micro-batch-tokens as attention computes them, 1 at least. Any split
-        is exact: the loss is a sum over responses."""
-        tokens, before = ComputedTokens(), None
-        for number, (group, response, *_) in enumerate(samples):
-            prompt = len(group.problem.prompt_ids)
-            if group is not before or self.config.attention == "repeat":
-                tokens.add(0, prompt)
-            tokens.add(prompt, len(response.ids))
-            if number and tokens.total() > self.config.micro_batch_tokens:
-                return number
-            before = group
-        return len(samples)
 
     def _micro_batch(self, samples: list[Sample]) -> MicroBatch:
         config, prompts, responses, sampled = self.config, [], [], []
@@ -376,20 +364,22 @@ class Trainer:
             policy = self.models.score(self.models.policy, batch.packed, cuts=cuts)
         loss, sums = grpo_loss(policy, batch.old, batch.reference, batch.advantages,
                                batch.token_weights, clip_low=self.config.clip_low,
-                               clip_high=self.config.clip_high, beta=self.config.beta)
+                               clip_high=self.config.clip_high, beta=self.config.beta,
+                               sampled=batch.sampled, importance_cap=self.config.importance_cap)
         self.flights.append([*cuts, (loss, None)])
         self._back_by_one_stage()
         if first:
-            gap = (policy.detach() - batch.sampled).abs()
-            sums |= {"gap_sum": gap.sum(), "first_tokens": gap.numel(), **entropy}
+            known = ~batch.sampled.isnan()
+            gap = (policy.detach() - batch.sampled).abs().where(known, 0)
+            sums |= {"gap_sum": gap.sum(), "gap_tokens": known.sum(), "first_tokens": gap.numel(),
+                     **entropy}
             self.sums["gap_max"] = torch.maximum(gap.max(), self.sums.get("gap_max", gap[0]))
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
 
     def _back_by_one_stage(self) -> None:
-        """Newest first, so from the last stage to the first. Results do not depend on that order,
-        launches do: streams are in order, and a whole backward pass at once would leave the devices
-        idle."""
+        """Newest first: from the last stage to the first. Only launches depend on that order. A
+        whole backward pass at once would leave devices idle, for streams are in order."""
         for flight in reversed(self.flights):
             output, taken = flight.pop()
             if taken is None:
@@ -406,18 +396,34 @@ class Trainer:
                     self._forward_backward(batch)
             while self.flights:
                 self._back_by_one_stage()
+            if not passes:
+                self._check_gap()
             norm = self._optimizer_step()
             passes += 1
             if self.bad_steps:
                 break  # the weights did not move: the next pass would be the same
         self.version += 1
-        metrics = self._metrics(passes, norm)
+        metrics = period_metrics(self, passes, norm)
         self._start_period()
         return metrics
 
+    def _check_gap(self) -> None:
+        """Before the first step. Raises GapError where tokens came from other weights: a lost
+        weight copy shows here alone. Sums the nodes' tokens, which `dapo` divides by."""
+        known = self.nodes.sums({"unmasked": self.unmasked_tokens,
+                                 "gap": float(self.sums.get("gap_sum", 0)),
+                                 "tokens": float(self.sums.get("gap_tokens", 0))})
+        self.unmasked_tokens = known["unmasked"]
+        limit, mean = self.config.gap_limit, known["gap"] / max(known["tokens"], 1)
+        if 0 < limit < mean:
+            raise GapError("what was sampled is not from the weights being trained: log-probs are "
+                           f"{mean:.1e} a token apart, --gap-limit is {limit:g}")
+
     def _optimizer_step(self) -> float:
-        """Scale (`dapo`), clip, step. A gradient that is not finite changes nothing but the count
-        of such steps in a row: clipping would make every weight NaN. Returns the norm."""
+        """Add up the nodes' gradients, scale (`dapo`), clip, step. A gradient that is not finite
+        changes nothing but the count of such steps in a row: clipping would make every weight NaN.
+        Returns the norm."""
+        self.nodes.add([p.grad for p in self.parameters])
         if self._loss_scale() != 1:
             for p in self.parameters:
                 p.grad.mul_(self._loss_scale())
@@ -437,21 +443,6 @@ class Trainer:
     def _loss_scale(self) -> float:
         """What is known only when the period is complete: dapo's number of tokens."""
         return 1 / max(self.unmasked_tokens, 1) if self.config.loss == "dapo" else 1.0
-
-    def _metrics(self, passes: int, norm: float) -> dict[str, float]:
-        """Of a period. Beside the norm, all that the trainer reads back from the device."""
-        sums = defaultdict(float)
-        for name, value in self.sums.items():
-            sums[name] = float(value)
-        tokens, first_tokens = max(sums["kept_tokens"], 1), max(sums["first_tokens"], 1)
-        return {
-            "loss": sums["loss"] * self._loss_scale() / passes, "kl": sums["kl_sum"] / tokens,
-            "clip_low_share": sums["clip_low_tokens"] / tokens,
-            "clip_high_share": sums["clip_high_tokens"] / tokens,
-            "entropy": sums["entropy_sum"] / first_tokens, "logp_gap_max": sums["gap_max"],
-            "logp_gap_mean": sums["gap_sum"] / first_tokens, "gradient_norm": norm,
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "skipped_groups": self.skipped, "bad_steps": self.bad_steps}
 
 
 class Worker:
@@ -490,8 +481,46 @@ class Worker:
             self.working.discard(self.side)
 
 
-# ---- The method ends here. What follows makes it a program: flags; threads and the timeline;
-# reading and scoring; a run from set-up to summary; checkpoints; the command.
+# ---- The method ends here. What follows makes it a program: the trainer's counting; flags; threads
+# and the timeline; several nodes; reading and scoring; a run from set-up to summary; checkpoints;
+# the command.
+
+# ---- The trainer's counting
+
+class GapError(RuntimeError):
+    """What was sampled is not from the weights being trained."""
+
+
+def fitting(samples: list[Sample], config: "Config") -> int:
+    """How many fit into --micro-batch-tokens as attention computes them, 1 at least. Any split
+    is exact: the loss is a sum over responses."""
+    tokens, before = ComputedTokens(), None
+    for number, (group, response, *_) in enumerate(samples):
+        prompt = len(group.problem.prompt_ids)
+        if group is not before or config.attention == "repeat":
+            tokens.add(0, prompt)
+        tokens.add(prompt, len(response.ids))
+        if number and tokens.total() > config.micro_batch_tokens:
+            return number
+        before = group
+    return len(samples)
+
+
+def period_metrics(trainer: Trainer, passes: int, norm: float) -> dict[str, float]:
+    """Of a period. Beside the norm, all that the trainer reads back from the device."""
+    sums = {name: float(value) for name, value in trainer.sums.items()}
+    sums = defaultdict(float, trainer.nodes.sums(sums | {"skipped_groups": trainer.skipped}))
+    tokens, first_tokens = max(sums["kept_tokens"], 1), max(sums["first_tokens"], 1)
+    return {
+        "loss": sums["loss"] * trainer._loss_scale() / passes, "kl": sums["kl_sum"] / tokens,
+        "clip_low_share": sums["clip_low_tokens"] / tokens,
+        "clip_high_share": sums["clip_high_tokens"] / tokens,
+        "importance_capped_share": sums["importance_capped_tokens"] / tokens,
+        "entropy": sums["entropy_sum"] / first_tokens, "logp_gap_max": sums["gap_max"],
+        "logp_gap_mean": sums["gap_sum"] / max(sums["gap_tokens"], 1), "gradient_norm": norm,
+        "learning_rate": trainer.optimizer.param_groups[0]["lr"],
+        "skipped_groups": sums["skipped_groups"], "bad_steps": trainer.bad_steps}
+
 
 # ---- Flags
 
@@ -500,7 +529,7 @@ RUNS = f"runs/%Y-%m-%d_%H-%M-%S_{os.getpid()}"  # two may start within a second
 LARGE = {"learning_rate": 1e-6, "max_new_tokens": 512, "micro_batch_groups": 1}
 # Flags that a resumed run may change: the tokens and weights of its periods stay the same.
 HARMLESS = {"schedule", "periods", "recompute", "eval_data", "eval_every", "eval_samples",
-            "eval_limit", "plan", "out", "save_every", "keep", "resume"}
+            "eval_limit", "gap_limit", "plan", "out", "save_every", "keep", "resume"}
 
 
 class UserError(Exception):
@@ -556,6 +585,10 @@ class Config:
     beta: float = _default(0.02, "weight of the KL to the reference; 0: no reference", least=0)
     clip_low: float = _default(0.2, "the ratio is clipped at 1 - this", least=0)
     clip_high: float = _default(0.2, "and at 1 + this", least=0)
+    importance_cap: float = _default(0.0, "the surrogate times exp(old - sampled), this at "
+                                          "most, where another engine samples; 0: off", least=0)
+    gap_limit: float | None = _default(None, "a larger mean gap of sampled and trained log-probs "
+                                             "ends the run (1e-3; bfloat16: 0.1); 0: off", least=0)
     mask_truncated: bool = _default(False, "no gradient from responses cut off at the limit")
     learning_rate: float | None = _default(None, "of AdamW once warm (1e-6; tiny: 2e-4)", least=0)
     # evaluation, between periods and at both ends
@@ -580,7 +613,8 @@ class Config:
 
     def checked(self) -> "Config":
         """With model-dependent defaults filled in. Raises ValueError naming the flag at fault."""
-        defaults = (TINY if self.model == "tiny" else LARGE) | {"out": time.strftime(RUNS)}
+        defaults = (TINY if self.model == "tiny" else LARGE) | {
+            "out": time.strftime(RUNS), "gap_limit": 0.1 if self.dtype == "bfloat16" else 1e-3}
         config = replace(self, **{name: value for name, value in defaults.items()
                                   if getattr(self, name) in (None, "")})
         for f in fields(config):
@@ -592,6 +626,8 @@ class Config:
                 raise ValueError(f"{flag(f.name)} must be {least} or more, not {value}")
         if config.seed >= 2**63:
             raise ValueError(f"--seed must be below 2**63, not {config.seed}")
+        if 0 < config.importance_cap < 1:  # it would scale tokens of equal log-probs, too
+            raise ValueError("--importance-cap must be 1 or more, or 0 for none")
         if not config.periods and not config.eval_data:
             raise ValueError("--periods 0 evaluates and stops: it needs --eval-data")
         if config.keep == 0 or (config.resume and not self.out):
@@ -616,13 +652,18 @@ def thread(name: str) -> ThreadPoolExecutor:
 
 class Timeline:
     """Who worked when in a period: spans (side, name, start, end) of `perf_counter`. Written as a
-    trace for chrome://tracing and Perfetto: an array, whose last bracket is optional."""
+    trace for chrome://tracing and Perfetto: an array, whose last bracket is optional. A resumed
+    run adds to the lines that are there, but for half a one."""
 
-    def __init__(self, trace: Path):
+    def __init__(self, trace: Path, resume: bool = False):
         self.start, self.end = 0.0, 0.0
         self.spans: list[tuple[str, str, float, float]] = []
-        self.file = open(trace, "w")
-        print("[", file=self.file)
+        whole = trace.read_bytes().rfind(b"\n") + 1 if resume and trace.exists() else 0
+        self.file = open(trace, "a" if whole else "w")
+        if whole:
+            self.file.truncate(whole)
+        else:
+            print("[", file=self.file)
 
     def open(self) -> None:
         """Begin a period."""
@@ -676,13 +717,172 @@ def named_if_no_memory(where: str, relief: str):
         raise
 
 
+# ---- Several nodes
+
+PATIENCE = timedelta(hours=24)  # with a slow node: torch's own ten minutes may be too few
+SILENCE = 7                     # seconds without a heartbeat after which a node counts as lost
+BUCKET = 2**24                  # numbers that are summed in one call
+
+
+class Nodes:
+    """The processes of a `torchrun`, each a node, or this one alone: then nothing here does
+    anything. All nodes make the same calls in the same order, and wait for the slowest."""
+
+    def __init__(self, rank: int = 0, count: int = 1, store=None):
+        self.rank, self.count, self.store = rank, count, store
+        self.groups = {}  # device -> the process group that sums there
+        self.closed, self.watcher = threading.Event(), None
+
+    def share(self, items: Sequence) -> Sequence:
+        return items[self.rank::self.count]
+
+    def folder(self, out: Path) -> Path:
+        return out / f"node-{self.rank:03d}" if self.rank else out
+
+    def all(self, value) -> list:
+        """What every node has, by rank. Raises ConnectionError where one has ended."""
+        values = [value]
+        if self.count > 1:
+            values = [None] * self.count
+            with lost_if_it_fails():
+                dist.all_gather_object(values, value)
+        return values
+
+    async def gathered(self, value) -> list:
+        """`all`, in a thread: a blocked event loop would see no signal."""
+        return self.all(value) if self.count == 1 else await asyncio.to_thread(
+            self.all, value)
+
+    def sums(self, own: dict[str, float]) -> dict[str, float]:
+        """Over the nodes, by name; of `gap_max` the largest."""
+        first, *others = self.all(own)
+        for name in dict.fromkeys(itertools.chain(first, *others)) if others else ():
+            values = [node.get(name, 0) for node in (first, *others)]
+            first[name] = float(np.max(values)) if name == "gap_max" else sum(values)
+        return first
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Every tensor becomes its sum over the nodes, the same bits on each. In flat buckets: with
+        a call a tensor the small ones would cost as much as the large ones."""
+        devices = dict.fromkeys(tensor.device for tensor in tensors) if self.count > 1 else ()
+        for where in devices:
+            if where not in self.groups:
+                # One thread drives the devices of all stages, so each has a group of its own. With
+                # several devices in a process no sum has been run yet.
+                self.groups[where] = dist.new_group(timeout=PATIENCE) if len(devices) > 1 else None
+            pieces = [piece for tensor in tensors if tensor.device == where
+                      for piece in tensor.view(-1).split(BUCKET)]
+            while pieces:
+                ends = itertools.accumulate(map(len, pieces))
+                fitting = sum(1 for _ in itertools.takewhile(lambda end: end <= BUCKET, ends))
+                bucket, pieces = pieces[:fitting], pieces[fitting:]
+                flat = torch.cat(bucket)
+                with lost_if_it_fails():
+                    dist.all_reduce(flat, group=self.groups[where])
+                for piece, summed in zip(bucket, flat.split([len(piece) for piece in bucket])):
+                    piece.copy_(summed)
+
+    def alike(self, what: str, function: Callable, *args) -> None:
+        """Wait for all nodes. Raises ValueError where the function's value is not the same."""
+        values = self.all(function(*args)) if self.count > 1 else []
+        if others := [node for node, value in enumerate(values) if value != values[0]]:
+            raise ValueError(f"{what} of node {others[0]} are not those of node 0")
+
+    def check(self, config: Config) -> None:
+        """Raises ValueError where a node would have no prompt."""
+        if config.periods and self.count > config.prompts:
+            raise ValueError(f"--prompts {config.prompts} are fewer than the {self.count} nodes")
+        if config.periods and config.prompts % self.count:
+            print(f"{self.count} nodes share {config.prompts} prompts: the largest share, "
+                  f"{-(-config.prompts // self.count)}, decides how long a period takes")
+
+    def watch(self, out: str) -> None:
+        """In a daemon thread: end where another node has ended. A node that computes would not hear
+        of it from torchrun, which ends the nodes of one agent alone."""
+        names = [f"beat-{node}" for node in range(self.count)]
+        last, heard = [None] * self.count, [0.0] * self.count
+        while not self.closed.wait(1):
+            lost = None
+            try:
+                self.store.set(names[self.rank], str(time.monotonic()))
+                if self.store.check(["ended"]):
+                    return self.speak()
+                for node, beat in enumerate(self.store.multi_get(names)):
+                    if beat != last[node]:
+                        last[node], heard[node] = beat, time.monotonic()
+                    elif time.monotonic() - heard[node] > SILENCE:
+                        lost = node
+            except RuntimeError:  # the store is in the torchrun of node 0
+                lost = 0
+            if lost is not None and not self.closed.is_set():
+                self.speak()
+                end(f"error: node {lost} is lost; {going_on(out)}", 1)
+
+    def speak(self) -> None:
+        """Called by a node that ends, before it says why. Returns for the first of them; any other
+        leaves without a word, a second later, for torchrun ends all once one is gone."""
+        if self.count > 1:
+            with contextlib.suppress(RuntimeError):  # node 0 has ended, and the store with it
+                if self.store.compare_set("ended", "", str(self.rank)) != b"%d" % self.rank:
+                    time.sleep(1)
+                    os._exit(1)
+
+    def close(self) -> None:
+        """Wait for all nodes: from here on each may end when it likes."""
+        if self.count > 1:
+            self.all(None)
+            self.closed.set()
+            self.watcher.join()  # the interpreter must not end while it is inside a call
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def lost_if_it_fails():
+    """What torch raises where a connection breaks says nothing of nodes."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError("another node has ended") from error
+
+
+def connect(out: str) -> tuple[Nodes, str]:
+    """The nodes that `torchrun` started, and --out of the first of them; else this process alone.
+    The others print nothing but errors."""
+    if not dist.is_torchelastic_launched() or os.environ["WORLD_SIZE"] == "1":
+        return Nodes(), out
+    dist.init_process_group(timeout=PATIENCE)  # gloo, nccl or hccl: of each device torch's choice
+    # A connection of its own: in the group's a heartbeat would wait while torch waits for a node.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+                          is_master=False, timeout=timedelta(seconds=SILENCE))
+    store = dist.PrefixStore(f"run-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    nodes = Nodes(dist.get_rank(), dist.get_world_size(), store)
+    store.set(f"beat-{nodes.rank}", "")
+    out = nodes.all(out)[0]
+    if nodes.rank:
+        sys.stdout = open(os.devnull, "w")
+    nodes.watcher = threading.Thread(target=nodes.watch, args=[out], daemon=True)
+    nodes.watcher.start()
+    return nodes, out
+
+
 # ---- Reading and scoring
 
-def read_prompts(config: Config, source: str, least: int, tokenizer) -> list[Problem]:
-    """The problems of the file that the flag `source` names, without one the built-in sums, whose
-    prompts are short enough. Raises ValueError where they are fewer than `least`."""
+def read_questions(config: Config, source: str) -> list[Problem]:
+    """The problems of the file that the flag `source` names, without one the built-in sums; their
+    prompts are not encoded yet: a mistake shows before a model is loaded. Raises ValueError."""
     path = getattr(config, source)
-    template = config.prompt_template or ("{question}\n\n" + CLOSING if path else "{question}")
+    read = read_problems(path) if path else [arithmetic(config.seed, i) for i in range(1000)]
+    if words := sum(not is_number(gold) for _, gold in read):
+        print(f"{path}: {words} of {len(read)} gold answers are no plain numbers: `math` compares "
+              "them by their spelling")
+    problems = [Problem((), gold, key, question) for key, (question, gold) in enumerate(read)]
+    return enough(config, source, len(read), problems)
+
+
+def prompt_template(config: Config, source: str) -> str:
+    """Raises ValueError for what is neither a template nor a file that holds one."""
+    template = config.prompt_template or (
+        "{question}\n\n" + CLOSING if getattr(config, source) else "{question}")
     try:
         if "{question}" not in template:
             template = Path(template).read_text(encoding="utf-8")
@@ -690,29 +890,75 @@ def read_prompts(config: Config, source: str, least: int, tokenizer) -> list[Pro
     except (OSError, ValueError) as error:
         raise ValueError("--prompt-template is neither text with {question} in it nor a file that "
                          f"holds such text: {error}") from None
-    read = (read_problems(path) if path
-            else [arithmetic(config.seed, i) for i in range(1000)])
-    rows = [Problem(encode_prompt(tokenizer, template.replace("{question}", question)), gold,
-                    key, question) for key, (question, gold) in enumerate(read)]
+    return template
+
+
+def encoded(config: Config, source: str, read: list[Problem], tokenizer) -> list[Problem]:
+    """Those problems with their prompts, whose prompts are short enough and whose questions hold no
+    text that would become a special token."""
+    template, name = prompt_template(config, source), getattr(config, source) or "arithmetic"
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    plain = [row for row in read if not any(token in row.question for token in special)]
+    rows = [replace(row, prompt_ids=encode_prompt(
+        tokenizer, template.replace("{question}", row.question))) for row in plain]
     fitting = [row for row in rows if len(row.prompt_ids) <= config.max_prompt_tokens]
+    if len(plain) < len(read):
+        print(f"{name}: {len(read) - len(plain)} of {len(read)} questions hold the text of a "
+              "special token of the tokenizer, and are skipped")
     if len(fitting) < len(rows):
-        print(f"{path or 'arithmetic'}: {len(rows) - len(fitting)} of {len(rows)} prompts are "
-              f"longer than --max-prompt-tokens {config.max_prompt_tokens}, and skipped")
-    if len(fitting) < least:
-        raise ValueError(f"{path or 'arithmetic'}: {len(rows)} problems read, {len(fitting)} kept, "
-                         f"but {flag(source)} with --prompts {config.prompts} needs {least}")
-    return fitting
+        print(f"{name}: {len(rows) - len(fitting)} of {len(read)} prompts are longer than "
+              f"--max-prompt-tokens {config.max_prompt_tokens}, and skipped")
+    return enough(config, source, len(read), fitting)
+
+
+def enough(config: Config, source: str, read: int, kept: list[Problem]) -> list[Problem]:
+    """The problems kept of those read. Raises ValueError where they are too few for a period."""
+    least = config.prompts if config.periods and source == "data" else 1
+    if len(kept) < least:
+        raise ValueError(f"{getattr(config, source) or 'arithmetic'}: {read} problems read, "
+                         f"{len(kept)} kept, but {flag(source)} with --prompts {config.prompts} "
+                         f"needs {least}")
+    return kept
+
+
+class Threads(ThreadPoolExecutor):
+    """A daemon thread a call. Nothing waits for one that is stuck: no event loop that ends, and no
+    process."""
+
+    def submit(self, function, /, *args, **kwargs) -> Future:
+        future = Future()
+        future.set_running_or_notify_cancel()  # whose caller may go away: the result has a place
+
+        def call():
+            """In the thread: whatever comes of the function goes into the future."""
+            try:
+                future.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                if isinstance(error, StopIteration):  # which no asyncio future can hold
+                    stop, error = error, RuntimeError("the reward raised StopIteration")
+                    error.__cause__ = stop
+                future.set_exception(error)
+        threading.Thread(target=call, daemon=True).start()
+        return future
+
+    def shutdown(self, wait=True, *, cancel_futures=False) -> None:
+        pass
+
+
+THREADS = Threads()
 
 
 class Scorer:
     """Rewards of responses. An async function is awaited; a plain one runs in a thread, `threads`
-    at most at once, so that the event loop goes on. A call that takes longer than `seconds` counts
-    0, and its thread, which Python cannot stop, is left behind. None and NaN stay NaN: unscored."""
+    at most at once, so that the event loop goes on; an awaitable that it returns is awaited. A call
+    that takes longer than `seconds` counts 0 and is left behind, for neither a thread nor a task
+    that catches its cancellation can be stopped. None and NaN stay NaN: unscored."""
 
     def __init__(self, function: Callable, tokenizer, seconds: float, threads: int = CORES):
         self.function, self.tokenizer, self.seconds = function, tokenizer, seconds
-        self.awaited = inspect.iscoroutinefunction(function)
+        self.awaited = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         self.seats = contextlib.nullcontext() if self.awaited else asyncio.Semaphore(threads)
+        self.numbers = defaultdict(list)  # that came with rewards, by name
 
     def text(self, response: Response) -> str:
         return self.tokenizer.decode(response.ids, skip_special_tokens=True)
@@ -724,40 +970,59 @@ class Scorer:
 
     async def _reward(self, text: str, problem: Problem) -> float:
         async with self.seats:
+            # No task of the group, and `wait`, not `timeout`: both would wait for its end.
+            call = asyncio.ensure_future(self._call(text, problem))
             try:
-                async with asyncio.timeout(self.seconds) as limit:
-                    reward = await (self.function(text, problem) if self.awaited
-                                    else in_thread(self.function, text, problem))
-            except TimeoutError:
-                if not limit.expired():  # the function's own
-                    raise
-                tqdm.write(f"a reward of problem {problem.key} took more than --reward-seconds "
-                           f"{self.seconds} and counts 0")
-                return 0.0
-        reward = math.nan if reward is None else float(reward)
-        if math.isinf(reward):
-            raise ValueError(f"the reward of a response to problem {problem.key} is {reward}, not "
-                             "a finite number, or None for none")
+                await asyncio.wait([call], timeout=self.seconds)
+            finally:
+                late = call.cancel()
+                call.add_done_callback(lambda call: call.cancelled() or call.exception())
+        if late:
+            tqdm.write(f"a reward of problem {problem.key} took more than --reward-seconds "
+                       f"{self.seconds} and counts 0")
+            return 0.0
+        return self._checked(call.result(), problem)
+
+    async def _call(self, text: str, problem: Problem):
+        try:
+            if self.awaited:
+                return await self.function(text, problem)
+            call = THREADS.submit(self.function, text, problem)
+            result = await asyncio.wrap_future(call)
+            if not inspect.isawaitable(result):
+                return result
+            self.seats = contextlib.nullcontext()  # of the next calls of a lambda, say
+            return await result
+        except Exception as error:
+            error.add_note(f"raised by the reward of a response to problem {problem.key}")
+            raise
+
+    def _checked(self, result, problem: Problem) -> float:
+        """A reward; keeps the numbers that came with it."""
+        try:
+            reward, numbers = result if isinstance(result, tuple) else (result, {})
+            reward = math.nan if reward is None else float(reward)
+            numbers = {name: float(number) for name, number in numbers.items()}
+            if math.isinf(reward) or not (all(map(math.isfinite, numbers.values()))
+                                          and all(isinstance(name, str) for name in numbers)):
+                raise ValueError
+        except (TypeError, ValueError, AttributeError, OverflowError):
+            raise ValueError(f"the reward of a response to problem {problem.key} is {result!r:.200}"
+                             ", not a finite number, None, or one of them and {name: number}"
+                             ) from None
+        for name, number in numbers.items():
+            self.numbers[name].append(number)
         return reward
 
 
-def in_thread(function: Callable, *args) -> asyncio.Future:
-    """Call a function in a daemon thread of its own: at its end the process would wait for a stuck
-    thread of an executor."""
-    future = Future()
-    future.set_running_or_notify_cancel()  # its caller may go away; the result still has a place
-
-    def call():
-        """In the thread: whatever comes of the function goes into the future."""
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            if isinstance(error, StopIteration):  # which no asyncio future can hold
-                stop, error = error, RuntimeError("the reward raised StopIteration")
-                error.__cause__ = stop
-            future.set_exception(error)
-    threading.Thread(target=call, daemon=True).start()
-    return asyncio.wrap_future(future)
+def means(told: Sequence[dict[str, list[float]]]) -> dict[str, float]:
+    """Of the numbers that came with rewards, of all nodes, in any order of the calls."""
+    merged = defaultdict(list)
+    for numbers in told:
+        for name, values in numbers.items():
+            merged[name] += values
+    return {f"reward/{name}": math.fsum(values) / len(values)
+            for name, values in sorted(merged.items())}
 
 
 def reward_function(name: str) -> Callable:
@@ -799,6 +1064,11 @@ class Run:
     devices: set            # all that are used
     history: list[dict]     # metrics of the periods so far
     state: dict             # what a checkpoint keeps beside weights, optimizer and metrics
+    nodes: Nodes = field(default_factory=Nodes)
+
+    def opened(self, name: str, mode: str):
+        """A file of the run: the first node's, for all of them."""
+        return open(os.devnull if self.nodes.rank else self.out / name, mode, encoding="utf-8")
 
 
 def built_in_generator(config: Config, policy, tokenizer, longest_prompt: int,
@@ -822,32 +1092,44 @@ def rollout_devices(config: Config) -> list[torch.device]:
 
 
 def set_up(config: Config, out: Path, shared: ThreadPoolExecutor,
-           make_generator: Callable = built_in_generator) -> Run:
+           make_generator: Callable = built_in_generator, nodes: Nodes | None = None) -> Run:
     """Load the parts of a run. `make_generator` is called as `built_in_generator` is. Raises
     ValueError or OSError for what the user can mend."""
     torch.set_num_threads(CORES)  # of this thread
+    nodes = nodes or Nodes()
     begun = time.perf_counter()
-    reward = reward_function(config.reward)  # first: a mistake there shows at once
-    train_on = find_devices(config.train_devices)
+    reward = reward_function(config.reward)  # first all in which a mistake shows at once
+    sources = ["data", "eval_data"] if config.eval_data else ["data"]
+    read = {source: read_questions(config, source) for source in sources}
+    read_sha256 = sha256([prompt_template(config, "data"),
+                          [(p.question, p.answer) for p in read["data"]]])
+    train_on, rollout_on = find_devices(config.train_devices), rollout_devices(config)
     if train_on[0].type != "cpu" and config.model != "tiny" and config.periods:
-        _, _, too_much = memory_plan(**vars(config))
-        if too_much:
+        if too_much := memory_plan(**vars(config))[2]:
             raise ValueError(too_much)
+    folder, state = start(config, out, read_sha256, first=not nodes.rank)
     policy, tokenizer = load(config.model, train_on, seed=config.seed)
     if config.attention == "dense":
         attach(policy, "dense")
-    problems = read_prompts(config, "data", config.prompts if config.periods else 1, tokenizer)
-    held_out = read_prompts(config, "eval_data", 1, tokenizer) if config.eval_data else []
-    held_out = [replace(problem, key=EVAL_KEYS + problem.key)
-                for problem in held_out[:config.eval_limit or None]]
-    problems_sha256 = hashlib.sha256(
-        repr([(p.prompt_ids, p.answer) for p in problems]).encode()).hexdigest()
+    problems, *held_out = (encoded(config, source, read[source], tokenizer) for source in sources)
+    held_out = [replace(problem, key=EVAL_KEYS + problem.key) for rows in held_out
+                for problem in rows[:config.eval_limit or None]]
+    prompts_sha256 = sha256([p.prompt_ids for p in problems])
+    if state.setdefault("prompts_sha256", prompts_sha256) != prompts_sha256:
+        print("the prompts are not those of the run that is resumed, though questions, answers and "
+              "template are: its chat template prints the date, perhaps")
     dtype = getattr(torch, config.dtype)
     reference = frozen_copy(policy, dtype) if config.beta and config.periods else None
-    state = restore(config, out, problems_sha256, policy)
-    for half_written in out.glob(".period-*"):
-        shutil.rmtree(half_written)
-    timeline, working = Timeline(out / "trace.json"), set()
+    if folder:
+        restore(config, out, folder, state, policy)
+    metrics = state.pop("metrics", "")
+    nodes.folder(out).mkdir(exist_ok=True)
+    if not nodes.rank:
+        for half_written in out.glob(".period-*"):
+            shutil.rmtree(half_written)
+        if config.resume:
+            (out / "metrics.jsonl").write_text(metrics)
+    timeline, working = Timeline(nodes.folder(out) / "trace.json", config.resume), set()
     most = exact_threads(policy, CORES)
     generate = Worker("generate", timeline, shared, working, f"--rows {config.rows}", most)
     train = Worker("train", timeline, shared, working,
@@ -858,7 +1140,7 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor,
     if config.recompute:
         policy.activation_checkpointing_enable()
     models = TriModel(policy, reference=reference, temperature=config.temperature, dtype=dtype)
-    trainer = Trainer(models, train, config)
+    trainer = Trainer(models, train, config, nodes)
     if config.resume:
         trainer.optimizer.load_state_dict(state.pop("optimizer"))
         trainer.version, trainer.bad_steps = len(state["history"]), state["bad_steps"]
@@ -868,17 +1150,19 @@ def set_up(config: Config, out: Path, shared: ThreadPoolExecutor,
     return Run(config=config, out=out, problems=problems, held_out=held_out, tokenizer=tokenizer,
                score=Scorer(reward, tokenizer, config.reward_seconds), trainer=trainer,
                generator=generator, timeline=timeline, history=state.pop("history"), state=state,
-               devices={*train_on, *rollout_devices(config)})
+               devices={*train_on, *rollout_on}, nodes=nodes)
 
 
 async def run_periods(run: Run) -> list[dict]:
     """The loop of a run. Returns the metrics of every period, as metrics.jsonl holds them."""
-    config, out, trainer, timeline, history = (run.config, run.out, run.trainer, run.timeline,
-                                               run.history)
-    with (open(out / "metrics.jsonl", "a" if config.resume else "w") as log,
-          open(out / "rollouts.jsonl", "a", encoding="utf-8") as rollouts,
-          tqdm(initial=len(history), total=config.periods, unit="period", disable=None) as bar):
-        rollouts.truncate(min(run.state["rollouts_bytes"], rollouts.tell()))
+    config, nodes, trainer, timeline, history = (run.config, run.nodes, run.trainer, run.timeline,
+                                                 run.history)
+    with (run.opened("metrics.jsonl", "a" if config.resume else "w") as log,
+          run.opened("rollouts.jsonl", "a") as rollouts,
+          tqdm(initial=len(history), total=config.periods, unit="period",
+               disable=True if nodes.rank else None) as bar):
+        if not nodes.rank:
+            rollouts.truncate(min(run.state["rollouts_bytes"], rollouts.tell()))
         async with run.generator as generator:
             if generator.version != trainer.version:  # a resumed run
                 await generator.update(trainer.models.policy, trainer.version)
@@ -886,11 +1170,17 @@ async def run_periods(run: Run) -> list[dict]:
                 await evaluate(run)
             for period in range(len(history), config.periods):
                 timeline.open()
+                run.score.numbers.clear()  # of an evaluation
                 problems = draw_problems(run.problems, config.seed, period * config.prompts,
                                          config.prompts)
-                groups, step = await run_period(generator, trainer, problems, config.samples,
-                                                run.score, overlap=config.schedule == "async")
-                metrics = {"period": period, **group_metrics(groups), **timeline.close(), **step}
+                groups, step = await run_period(generator, trainer, nodes.share(problems),
+                                                config.samples, run.score,
+                                                overlap=config.schedule == "async")
+                times = timeline.close()
+                told = await nodes.gathered((groups, dict(run.score.numbers)))
+                groups = [group for own, _ in told for group in own]
+                metrics = {"period": period, **group_metrics(groups), **times, **step,
+                           **means([numbers for _, numbers in told])}
                 history.append(metrics)
                 groups.sort(key=lambda group: problems.index(group.problem))  # for the digest
                 write_rollouts(run, period, groups, rollouts)
@@ -902,7 +1192,10 @@ async def run_periods(run: Run) -> list[dict]:
                     metrics["eval_reward"] = await evaluate(run)
                 print(as_json(metrics), file=log, flush=True)
                 if config.save_every and (last or done % config.save_every == 0):
-                    await trainer.worker.run("save", save, run)
+                    if not nodes.rank:
+                        await trainer.worker.run("save", save, run)
+                    await trainer.worker.run("compare", nodes.alike, "the weights",
+                                             weights_sha256, trainer)
                 bar.update()
     return history
 
@@ -917,7 +1210,8 @@ def summary(run: Run) -> dict:
                            for name in ("generate_busy", "train_busy"))
         result |= {
             "seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds,
-            "tokens_per_second_per_device": tokens / seconds / len(run.devices),
+            "tokens_per_second_per_device": (
+                tokens / seconds / len(run.devices) / run.nodes.count),
             "reward_first": mean_scored([h["reward"] for h in history[:5]]),
             "reward_last": mean_scored([h["reward"] for h in history[-5:]]),
             "generate_busy": generate, "train_busy": train,
@@ -925,11 +1219,15 @@ def summary(run: Run) -> dict:
             "logp_gap_max": max(h["logp_gap_max"] for h in history)}
     if run.held_out:
         result |= {"eval_first": run.state["evals"][0], "eval_last": run.state["evals"][-1]}
-    weights = hashlib.sha256()
-    for _, parameter in sorted(run.trainer.models.policy.named_parameters()):
-        weights.update(parameter.detach().cpu().numpy().tobytes())
     return result | {"rollouts_sha256": run.state["rollouts_sha256"],
-                     "weights_sha256": weights.hexdigest()}
+                     "weights_sha256": weights_sha256(run.trainer)}
+
+
+def weights_sha256(trainer: Trainer) -> str:
+    weights = hashlib.sha256()
+    for _, parameter in sorted(trainer.models.policy.named_parameters()):
+        weights.update(parameter.detach().cpu().numpy().tobytes())
+    return weights.hexdigest()
 
 
 async def evaluate(run: Run) -> float:
@@ -944,10 +1242,14 @@ async def evaluate(run: Run) -> float:
         return [run.score.text(r) for r in responses], await run.score(problem, responses)
 
     async with asyncio.TaskGroup() as answers:
-        tasks = [answers.create_task(answered(problem)) for problem in run.held_out]
-    with open(run.out / f"eval-{generator.version:06d}.jsonl", "w", encoding="utf-8") as file:
-        for problem, task in zip(run.held_out, tasks):
-            texts, scores = task.result()
+        tasks = {number: answers.create_task(answered(problem))
+                 for number, problem in run.nodes.share([*enumerate(run.held_out)])}
+    found = {}
+    for own in await run.nodes.gathered({number: tasks[number].result() for number in tasks}):
+        found |= own
+    with run.opened(f"eval-{generator.version:06d}.jsonl", "w") as file:
+        for number, problem in enumerate(run.held_out):
+            texts, scores = found[number]
             print(as_json({"question": problem.question, "answer": problem.answer,
                            "responses": texts, "rewards": scores}), file=file)
             for text, reward in zip(texts, scores):
@@ -994,29 +1296,38 @@ def save(run: Run) -> None:
     folder = out / f".{final.name}"
     try:
         folder.mkdir()
-        trainer.models.policy.save_pretrained(folder)
+        policy = trainer.models.policy
+        policy.generation_config.eos_token_id = stop_ids(policy, run.tokenizer) or None
+        policy.save_pretrained(folder)
         run.tokenizer.save_pretrained(folder)
         torch.save(trainer.optimizer.state_dict(), folder / "optimizer.pt")
         shutil.copy(out / "metrics.jsonl", folder)
         state = run.state | {
             "bad_steps": trainer.bad_steps, "config": vars(run.config), "files": digests(folder)}
         (folder / "state.json").write_text(json.dumps(state, indent=1))
-        for path in [*folder.rglob("*"), folder, out / "rollouts.jsonl"]:
-            to_disk(path)
+        synced = [to_disk(p) for p in [*folder.rglob("*"), folder, out / "rollouts.jsonl"]]
         shutil.rmtree(final, ignore_errors=True)  # a damaged one that was not resumed from
         folder.rename(final)
-        to_disk(out)
+        if not all([*synced, to_disk(out)]):
+            tqdm.write(f"{final} is saved, but not synced: its file system cannot")
     except Exception as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise OSError(f"{final} could not be saved: {error}") from error
-    found = [folder for folder in checkpoints(out) if folder.name <= final.name]
+    found = [folder for folder in checkpoints(out) if number(folder) <= trainer.version]
     for old in found[:-run.config.keep] if run.config.keep > 0 else ():
         shutil.rmtree(old)
 
 
 def checkpoints(out: Path) -> list[Path]:
     """The folders in `out` that look like checkpoints, the latest last."""
-    return sorted(state.parent for state in out.glob("period-[0-9]*/state.json"))
+    found = (state.parent for state in out.glob("period-*/state.json"))
+    return sorted((folder for folder in found if number(folder) < math.inf), key=number)
+
+
+def number(folder: Path) -> float:
+    """The period of a checkpoint; infinite for what only begins as its name does."""
+    digits = folder.name.removeprefix("period-")
+    return int(digits) if digits.isdecimal() else math.inf
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -1030,55 +1341,98 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def to_disk(path: Path) -> None:
-    """Force a file or a folder to the disk."""
+def sha256(of) -> str:
+    return hashlib.sha256(repr(of).encode()).hexdigest()
+
+
+def to_disk(path: Path) -> bool:
+    """Force a file or a folder to the disk. False where its file system has no such thing."""
     handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    try:
+        os.fsync(handle)
+        return True
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOTSUP):
+            return False
+        raise
+    finally:
+        os.close(handle)
 
 
-def restore(config: Config, out: Path, problems_sha256: str, policy) -> dict:
-    """The state that a run starts with. With --resume that of the whole checkpoint of the highest
-    number, whose weights the policy gets. Raises ValueError for flags that would change the run."""
+LOCKS = []  # open files: closing one would free its lock
+
+
+def lock(out: Path) -> None:
+    """Make `out` this process's own until it ends, in whichever way. The lock is of the process,
+    not of its children. Raises ValueError where another has it; goes on where no locks are."""
+    LOCKS.append(open(out / ".lock", "a"))
+    try:
+        import fcntl  # which POSIX systems have
+        fcntl.lockf(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise ValueError(f"--out {out}: another run that has not ended writes there") from None
+    except (ImportError, OSError):
+        pass
+
+
+def start(config: Config, out: Path, read_sha256: str, first: bool) -> tuple[Path | None, dict]:
+    """Lock `out`, which the `first` node does for all. Returns the checkpoint to resume from, if
+    any, and the state to start with. Raises ValueError for what is in the way, or for flags that
+    would change the run."""
     if not config.resume:
         if found := checkpoints(out):
             raise ValueError(f"{out} holds {found[-1].name} of another run: --resume it, or choose "
                              "another --out")
-        return {"history": [], "problems_sha256": problems_sha256, "evals": [],
-                "rollouts_sha256": "", "rollouts_bytes": 0}
-    folders = sorted(out.glob("period-*"), reverse=True)
-    for folder in folders:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of a damaged one
-            state = json.loads((folder / "state.json").read_text())
-            if state["files"] == digests(folder):
-                break
-        print(f"{folder} is damaged: the checkpoint before it is used")
-    else:
-        raise ValueError(f"--resume: no whole checkpoint in {out}")
+        out.mkdir(parents=True, exist_ok=True)
+        if first:
+            lock(out)
+        return None, {"history": [], "problems_sha256": read_sha256, "evals": [],
+                      "rollouts_sha256": "", "rollouts_bytes": 0}
+    if first and out.is_dir():
+        lock(out)
+    folder, state = latest_whole(out)
     changed = [as_flags({name: state["config"].get(name)}) for name, value in vars(config).items()
                if name not in HARMLESS and state["config"].get(name) != value]
-    if state["problems_sha256"] != problems_sha256:
+    if state["problems_sha256"] != read_sha256:
         changed.append("problems in --data")
     if changed:
         raise ValueError(f"--resume: {folder} was made with {', '.join(changed)}")
-    for broken in folders[:folders.index(folder)]:  # it must not count as one of those kept
-        with contextlib.suppress(OSError):
-            (broken / "state.json").rename(broken / "damaged.json")
+    return folder, state
+
+
+def latest_whole(out: Path) -> tuple[Path, dict]:
+    """The whole checkpoint of the highest number, and its state. Names those that are damaged."""
+    for folder in sorted(out.glob("period-*"), key=number, reverse=True):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of a damaged one
+            state = json.loads((folder / "state.json").read_text())
+            if state["files"] == digests(folder):
+                return folder, state
+        print(f"{folder} is damaged: the checkpoint before it is used")
+    raise ValueError(f"--resume: no whole checkpoint in {out}")
+
+
+def restore(config: Config, out: Path, folder: Path, state: dict, policy) -> None:
+    """Give the policy the weights of a checkpoint, and complete its state."""
+    for later in out.glob("period-*"):  # damaged: it must not count as one of those kept
+        if number(later) > number(folder):
+            with contextlib.suppress(OSError):
+                (later / "state.json").rename(later / "damaged.json")
     policy.load_state_dict(load(str(folder))[0].state_dict())
     state["optimizer"] = torch.load(folder / "optimizer.pt", "cpu", weights_only=True)
-    shutil.copy(folder / "metrics.jsonl", out)
+    state["metrics"] = (folder / "metrics.jsonl").read_text()
     state["history"] = [{name: math.nan if value is None else value for name, value in
-                         json.loads(line).items()} for line in open(out / "metrics.jsonl")]
+                         json.loads(line).items()} for line in state["metrics"].splitlines()]
     if any(state["config"].get(name) != getattr(config, name)
            for name in ("eval_data", "eval_samples", "eval_limit")):
         state["evals"] = []  # they compare with none of this evaluation's
-    return state
 
 
 # ---- The command
 
-def train(config: Config, make_generator: Callable = built_in_generator) -> dict:
+def train(config: Config, make_generator: Callable = built_in_generator,
+          nodes: Nodes | None = None) -> dict:
     """A whole run; returns what is printed last. Raises UserError for what the user can mend."""
+    nodes = nodes or connect(config.out)[0]
     try:
         config = config.checked()
         if config.plan:
@@ -1086,22 +1440,42 @@ def train(config: Config, make_generator: Callable = built_in_generator) -> dict
             print(f"GiB, activations estimated:\n{table}")
             if too_much:
                 raise ValueError(too_much)
+            nodes.close()
             return {"plan": totals}
-        out = Path(config.out)
-        out.mkdir(parents=True, exist_ok=True)
-        shared = thread("all cores")
+        nodes.check(config)
+        out, shared = Path(config.out), thread("all cores")
         with named_if_no_memory("the set-up", "--rows or --max-new-tokens"):
-            run = shared.submit(set_up, config, out, shared, make_generator).result()
+            run = shared.submit(set_up, config, out, shared, make_generator, nodes).result()
+            shared.submit(nodes.alike, "flags, problems or weights", lambda: (
+                config, run.problems, weights_sha256(run.trainer))).result()
     except (ValueError, OSError, MemoryError) as error:
         raise UserError(" ".join(str(error).split())) from error
     try:
-        asyncio.run(run_periods(run))
+        run_loop(run_periods(run))
     except BaseExceptionGroup as group:
         raise original(group) from None
     result = shared.submit(summary, run).result()
+    nodes.close()
     if run.timeline.end:
         print(f"\nThe last period, {run.history[-1]['seconds']:.2f} s:\n{run.timeline.blocks()}\n")
     return result
+
+
+def run_loop(coroutine):
+    """As `asyncio.run`, which waits for every task and thread: here one that a reward left behind
+    gets half a second."""
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(THREADS)  # of a reward's `asyncio.to_thread`
+    try:
+        return loop.run_until_complete(coroutine)
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=0.5))
+        loop.set_exception_handler(lambda *_: None)  # of those that are still there
+        loop.close()
 
 
 def original(error: BaseException) -> BaseException:
@@ -1109,7 +1483,8 @@ def original(error: BaseException) -> BaseException:
     return original(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None,
+         make_generator: Callable = built_in_generator) -> None:
     """The command line. Exit codes: 0, 1 a failed run, 2 a user's mistake, 130 Ctrl-C, 143 TERM."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.error = lambda message: end(f"error: {message}", 2)
@@ -1119,30 +1494,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
                else {"type": kind, "choices": f.metadata["choices"]})
         parser.add_argument(flag(f.name), default=f.default, help=f.metadata["help"], **how)
     config = Config(**vars(parser.parse_args(arguments)))
+    if hasattr(sys.stdout, "reconfigure"):  # what a console cannot print is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     if not config.out and not config.resume:
         config = replace(config, out=time.strftime(RUNS))
+    nodes, out = connect(config.out)
+    config = replace(config, out=out)
 
     def stopped(number, _):
         signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+        nodes.speak()
         end(f"interrupted; {going_on(config.out)}", 128 + number)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stopped)
     try:
-        print(as_json(train(config)), flush=True)
+        print(as_json(train(config, make_generator, nodes)), flush=True)
     except UserError as error:
+        nodes.speak()
         end(f"error: {error}", 2)
-    except (OSError, MemoryError) as error:
-        end(f"error: {error}; {going_on(config.out)}", 1)
     except BaseException as error:
-        traceback.print_exception(error)
-        end(f"the run failed; {going_on(config.out)}", 1)
+        nodes.speak()
+        said = f"error: {error}"
+        if not isinstance(error, (OSError, MemoryError, GapError)) or hasattr(error, "__notes__"):
+            traceback.print_exception(error)  # a fault, or a reward's own error
+            said = "the run failed"
+        end(f"{said}; {going_on(config.out)}", 1)
 
 
 def going_on(out: str) -> str:
     """What an ended run leaves, in words."""
     saved = checkpoints(Path(out))
-    return (f"{saved[-1]} is saved: the same command with --resume --out {out} goes on from "
-            "there" if saved else f"no checkpoint is saved in {out} yet")
+    return (f"{saved[-1]} is saved: the same command with --resume --out {shlex.quote(out)} "
+            "goes on from there" if saved else f"no checkpoint is saved in {out} yet")
 
 
 def end(message: str, code: int) -> None:
@@ -1156,3 +1539,6 @@ def end(message: str, code: int) -> None:
 
 if __name__ == "__main__":
     main()
+    late = threading.Timer(2, os._exit, (0,))  # an exit waits for threads of a reward's executors
+    late.daemon = True
+    late.start()

@@ -434,7 +434,7 @@ def memory(machine):
     prompt, *samples = (draw.integers(3, policy.config.vocab_size, LONGEST).tolist()
                         for _ in range(16))
     group = Group(Problem(tuple(prompt), "", 0), tuple(
-        Response(tuple(ids), (0.0,) * LONGEST, False) for ids in samples),
+        Response(tuple(ids), (math.nan,) * LONGEST, False) for ids in samples),
         tuple(k % 2.0 for k in range(15)), 0)
 
     async def trained():

@@ -177,7 +177,10 @@ logging.disable_progress_bar()
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
 for line in sys.stdin:
     plant, flags, folder = json.loads(line)
-    folder, child = Path(folder), os.fork()
+    folder = Path(folder)
+    if os.fork():
+        continue  # several runs at once: a process waits for each
+    child = os.fork()
     if not child:
         for number, name in ((0, os.devnull), (1, folder / "out"), (2, folder / "err")):
             os.dup2(os.open(name, os.O_RDWR | os.O_CREAT, 0o600), number)
@@ -188,6 +191,7 @@ for line in sys.stdin:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     (folder / "code.new").write_text(str(code))
     (folder / "code.new").rename(folder / "code")
+    os._exit(0)
 """
 
 
@@ -241,14 +245,18 @@ def server(tmp_path_factory):
     process.wait()
 
 
+def as_given(settings):
+    """The flags of a Config."""
+    given = {name: value for name, value in vars(settings).items() if value not in (None, "")}
+    return [flag(name) if value is True else f"--no-{flag(name)[2:]}" if value is False
+            else f"{flag(name)}={value}" for name, value in given.items()]
+
+
 @pytest.fixture
 def child(server, tmp_path):
     """child(plant, settings) starts a run."""
     count = iter(range(100))
 
     def start(plant, settings):
-        given = {name: value for name, value in vars(settings).items() if value not in (None, "")}
-        flags = [flag(name) if value is True else f"--no-{flag(name)[2:]}" if value is False
-                 else f"{flag(name)}={value}" for name, value in given.items()]
-        return Child(server, tmp_path / f"child-{next(count)}", plant, flags)
+        return Child(server, tmp_path / f"child-{next(count)}", plant, as_given(settings))
     return start

@@ -184,7 +184,7 @@ def test_another_schedule_and_harmless_flags_may_change(straight, tmp_path):
     right, out = straight(8), tmp_path / "moved"
     resumed = right.again(right.copied(out, 1, 2), schedule="sync", periods=5, recompute=True,
                           eval_data=right.settings.data, eval_every=3, eval_samples=2, eval_limit=3,
-                          save_every=2, keep=2, resume=True)
+                          save_every=2, keep=2, resume=True, gap_limit=0.5)
     changed = {f.name for f in dataclasses.fields(Config)
                if getattr(resumed, f.name) != getattr(right.settings, f.name)}
     assert changed == HARMLESS - {"plan"}  # which stops before there is a run
@@ -200,7 +200,8 @@ CHANGES = {
     "reward": "{reward}:reward", "reward_seconds": 9.0, "prompts": 3, "samples": 3,
     "inner_steps": 2, "micro_batch_groups": 1, "micro_batch_tokens": 9999, "max_prompt_tokens": 99,
     "max_new_tokens": 3, "temperature": 0.9, "rows": 4, "loss": "dapo", "beta": 0.0,
-    "clip_low": 0.1, "clip_high": 0.3, "mask_truncated": True, "learning_rate": 2e-3,
+    "clip_low": 0.1, "clip_high": 0.3, "importance_cap": 2.0, "mask_truncated": True,
+    "learning_rate": 2e-3,
     "attention": "dense", "dtype": "bfloat16", "train_devices": "cpu", "rollout_devices": "cpu"}
 
 

@@ -266,12 +266,15 @@ def flat(lists):
     return torch.tensor([value for values in lists for value in values], dtype=torch.float64)
 
 
-def loss_by_hand(logprobs, old, reference, advantages, keep, kind, low, high, beta):
+def loss_by_hand(logprobs, old, reference, advantages, keep, kind, low, high, beta, sampled=None,
+                 cap=math.inf):
     """Loss, gradient of each token, and metrics of a period, one token after the other."""
     loss, gradient = 0.0, []
     sums = {"clip_low_tokens": 0, "clip_high_tokens": 0, "kept_tokens": 0, "kl_sum": 0.0}
+    if sampled:
+        sums["importance_capped_tokens"] = 0
     for i, advantage in enumerate(advantages):
-        for new, before, fixed in zip(logprobs[i], old[i], reference[i]):
+        for new, before, fixed, at in zip(logprobs[i], old[i], reference[i], (sampled or old)[i]):
             if not keep[i]:
                 gradient.append(0.0)
                 continue
@@ -283,8 +286,12 @@ def loss_by_hand(logprobs, old, reference, advantages, keep, kind, low, high, be
             k3 = math.exp(fixed - new) - (fixed - new) - 1
             weight = {"grpo": 1 / len(logprobs[i]) / len(logprobs),
                       "dr_grpo": 1 / MAX_LENGTH / len(logprobs), "dapo": 1}[kind]
-            loss += weight * (-used * advantage + beta * k3)
-            gradient.append(weight * (slope + beta * (1 - math.exp(fixed - new))))
+            importance = 1.0 if math.isnan(at) else math.exp(before - at)
+            if importance > cap:
+                importance = cap
+                sums["importance_capped_tokens"] += 1
+            loss += weight * (-used * advantage * importance + beta * k3)
+            gradient.append(weight * (slope * importance + beta * (1 - math.exp(fixed - new))))
             sums["clip_low_tokens"] += too_low
             sums["clip_high_tokens"] += too_high
             sums["kept_tokens"] += 1
@@ -293,17 +300,23 @@ def loss_by_hand(logprobs, old, reference, advantages, keep, kind, low, high, be
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("low, high, beta", [(0.2, 0.2, 0.0), (0.2, 0.28, 0.04), (0.1, 0.5, 1.0)])
-def test_loss_is_the_plain_loop(kind, low, high, beta):
-    """A02: value, gradient and metrics of the vectorised loss equal those of a loop over tokens."""
+@pytest.mark.parametrize("low, high, beta, cap", [
+    (0.2, 0.2, 0.0, 0.0), (0.2, 0.28, 0.04, 0.0), (0.1, 0.5, 1.0, 0.0),
+    (0.2, 0.28, 0.04, 1.2), (0.1, 0.5, 1.0, 1.0)])
+def test_loss_is_the_plain_loop(kind, low, high, beta, cap):
+    """A02: value, gradient and metrics of the vectorised loss equal those of a loop over tokens;
+    also where log-probs of another engine weigh them, some of which are missing."""
     generator = torch.Generator().manual_seed(0)
     lengths, keep = [1, 5, 2, 7, 3, 8], [True, True, True, False, True, True]
     advantages = [1.5, -0.5, 0.0, 1.0, 0.7, -1.2]
     old = [(-2 * torch.rand(n, generator=generator)).tolist() for n in lengths]
     new, reference = ([[x + 0.5 * torch.randn(1, generator=generator).item() for x in values]
                        for values in old] for _ in range(2))
+    sampled = [[x + 0.6 * torch.randn(1, generator=generator).item() if j % 4 else math.nan
+                for j, x in enumerate(values)] for values in old] if cap else None
     loss, gradient, sums = loss_by_hand(new, old, reference, advantages, keep, kind,
-                                        low, high, beta)
+                                        low, high, beta, sampled, cap or math.inf)
+    assert not cap or 1 < sums["importance_capped_tokens"] < sums["kept_tokens"] - 1
     assert sums["clip_low_tokens"] > 0 and sums["clip_high_tokens"] > 0  # both sides are at work
 
     response_of = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths))
@@ -311,7 +324,8 @@ def test_loss_is_the_plain_loop(kind, low, high, beta):
     logprobs = flat(new).requires_grad_()
     result, metrics = grpo_loss(logprobs, flat(old), flat(reference),
                                 torch.tensor(advantages)[response_of], weights[response_of],
-                                clip_low=low, clip_high=high, beta=beta)
+                                clip_low=low, clip_high=high, beta=beta,
+                                sampled=flat(sampled) if cap else None, importance_cap=cap)
     result.backward()
     assert result.item() == pytest.approx(loss, rel=1e-5)
     assert logprobs.grad.tolist() == pytest.approx(gradient, rel=1e-5, abs=1e-9)
@@ -346,6 +360,40 @@ def test_first_pass():
     assert loss.item() == 0.0  # minus the mean advantage: the ratios are exactly 1
     assert sums["clip_low_tokens"] == sums["clip_high_tokens"] == 0
     assert logprobs.grad.tolist() == pytest.approx((-0.05 * advantages).tolist())
+
+
+def test_importance_is_exactly_1_where_log_probs_are_equal_or_missing():
+    """Loss and gradient keep their bits there; and no gradient flows through the weight."""
+    found = []
+    for sampled, cap in ((None, 0.0), *itertools.product(("old", "missing"), (1.0, 3.0))):
+        logprobs = -5 * torch.rand(40, generator=torch.Generator().manual_seed(1))
+        advantages = torch.linspace(-1, 1, 40)
+        logprobs.requires_grad_()
+        at = {"old": logprobs.detach(), "missing": torch.full((40,), math.nan)}.get(sampled)
+        # `old` is not detached: the weight must not hand a gradient on.
+        loss, sums = grpo_loss(logprobs, logprobs, None, advantages, torch.full((40,), 0.1),
+                               sampled=at, importance_cap=cap)
+        loss.backward()
+        assert not logprobs.grad.any() and sums.get("importance_capped_tokens", 0) == 0
+        found.append(loss.item())
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("apart, weight", [(0.5, math.exp(0.5)), (-0.5, math.exp(-0.5)), (0.8, 2.0),
+                                           (math.inf, 2.0), (-math.inf, 0.0), (100.0, 2.0)])
+def test_importance_multiplies_the_surrogate_alone(apart, weight):
+    """Capped above, not below, finite however far; the KL and its gradient are not multiplied."""
+    old, reference = torch.tensor([-1.0]), torch.tensor([-1.3])
+    for beta in (0.0, 0.7):
+        value = slope = 0.0
+        for advantage, sampled in ((2.0, old - apart), (0.0, old)):  # with and without a surrogate
+            logprobs = torch.tensor([-1.0], requires_grad=True)
+            loss, _ = grpo_loss(logprobs, old, reference, torch.tensor([advantage]), torch.ones(1),
+                                beta=beta, sampled=sampled, importance_cap=2.0)
+            loss.backward()
+            sign = 1 if advantage else -1
+            value, slope = value + sign * loss.item(), slope + sign * logprobs.grad.item()
+        assert (value, slope) == pytest.approx((-2 * weight, -2 * weight), abs=1e-5)
 
 
 def test_k3():

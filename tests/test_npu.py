@@ -225,8 +225,8 @@ def watched_run():
         ended.append(copy.device)
         return finish(copy)
 
-    def reported(config):
-        result = whole(config)
+    def reported(*given):
+        result = whole(*given)
         print("SEEN", json.dumps({"reads": [[*what, n] for what, n in READS.items()],
                                   "finished": len(ended),
                                   "streams": [[*what, *n] for what, n in STREAMS.items()]}))

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -93,7 +94,7 @@ def test_real_model_async_is_sync(tmp_path):
 
 def made_trainer(policy, **changes):
     """A trainer whose reference is not its policy: else the KL would have no gradient."""
-    settings = config("", "", **changes).checked()
+    settings = config("", "", **{"gap_limit": 0.0} | changes).checked()  # groups are made up
     timeline = periodic_async.Timeline(Path(os.devnull))
     reference = nudged(frozen_copy(policy)) if settings.beta else None
     models = TriModel(policy, None, reference, temperature=settings.temperature)
@@ -703,7 +704,8 @@ def bad_inputs(tmp_path_factory, random_folder):
     (["--data", "{bad}/broken.jsonl"], "broken.jsonl, line 2"),
     (["--data", "{bad}/binary.jsonl"], "binary.jsonl"),
     (["--data", "{bad}/three.jsonl"], "3 problems read, 3 kept, but --data with --prompts 4 needs"),
-    (["--data", "{bad}/three.jsonl", "--max-prompt-tokens", "2"], "3 problems read, 0 kept"),
+    (["--data", "{bad}/three.jsonl", "--prompts", "2", "--max-prompt-tokens", "2"],
+     "3 problems read, 0 kept"),
     (["--model", "{bad}/nowhere"], "nowhere"), (["--model", "{bad}"], "{bad}"),
     (["--model", "/\udcff"], "no model /\\udcff"),  # a name that is no UTF-8
     (["--model", "{bad}/sliding"], "sliding_window=4096"),
@@ -761,6 +763,86 @@ def test_bfloat16_runs(warm_folder, tmp_path):
     assert 0 < result["logp_gap_max"] < 0.2
     kl = [json.loads(line)["kl"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert kl[0] == 0 and min(kl[1:]) > 0
+
+
+# -------------------------------------------------------------- tokens of other weights: the guard
+
+LOST = """
+import itertools
+copied, number = pa.copy_weights, itertools.count(1)
+def lose_one(src, dst, version):
+    if next(number) == 2:
+        dst.version = version  # as where a request was answered, and nothing done
+    else:
+        copied(src, dst, version)
+pa.copy_weights = lose_one
+"""
+
+
+def test_gap_limit_ends_a_run_whose_weights_were_not_copied(warm_folder, tmp_path, child):
+    """A weight copy left out after period 1 has the right version: only the gap tells, before the
+    step of period 2 and its checkpoint. One sentence, exit code 1."""
+    settings = config(warm_folder, tmp_path / "out", save_every=1)
+    code, err = child(LOST, settings).ended(60)
+    assert code == 1 and len(err) == 1, err
+    assert err[0].startswith("error: what was sampled is not from the weights being trained")
+    assert "--gap-limit" in err[0] and "period-000002" in err[0]
+    assert len((tmp_path / "out/metrics.jsonl").read_text().splitlines()) == 2
+    off = dataclasses.replace(settings, gap_limit=0.0, out=str(tmp_path / "off"))
+    assert child(LOST, off).ended(60)[0] == 0
+
+
+def test_gap_limit_is_read_before_the_optimizer(random_policy):
+    """Groups whose recorded log-probs are made up: the weights, the optimizer and the version stay;
+    missing ones (NaN) leave the mean, and where all are missing there is nothing to read."""
+    before = {name: p.clone() for name, p in random_policy.named_parameters()}
+    trainer = made_trainer(random_policy, gap_limit=1e-3)
+    with pytest.raises(periodic_async.GapError, match=r"--gap-limit is 0\.001"):
+        trained(trainer, made_groups())
+    assert trainer.version == 0 and not trainer.optimizer.state
+    assert all(torch.equal(p, before[name]) for name, p in random_policy.named_parameters())
+    groups = made_groups()
+    _, one = trained(made_trainer(random_policy, learning_rate=0.0), groups)
+    missing = [dataclasses.replace(g, responses=tuple(
+        dataclasses.replace(r, logprobs=(math.nan,) * len(r.ids)) for r in g.responses))
+        for g in groups]
+    _, none = trained(made_trainer(random_policy, learning_rate=0.0, gap_limit=1e-3), missing)
+    _, half = trained(made_trainer(random_policy, learning_rate=0.0), [*groups, *missing])
+    assert none["logp_gap_mean"] == none["logp_gap_max"] == 0
+    assert half["logp_gap_mean"] == pytest.approx(one["logp_gap_mean"], rel=1e-5)
+    assert half["logp_gap_max"] == one["logp_gap_max"] > 0
+
+
+def test_gap_limit_default():
+    """It depends on the dtype, unless given; 0 is given."""
+    assert Config().checked().gap_limit == 1e-3
+    assert Config(dtype="bfloat16").checked().gap_limit == 0.1
+    assert Config(dtype="bfloat16", gap_limit=0.0).checked().gap_limit == 0
+
+
+def test_importance_cap_reaches_the_loss(random_policy, unclipped):
+    """With log-probs recorded log 2 below the trainer's every weight is 2, and so is the gradient;
+    a cap of 1.5 cuts off all of them, and the metric says so."""
+    def recorded(apart):
+        found = []
+        for group in made_groups(5):
+            prompt, responses = [group.problem.prompt_ids], [[r.ids for r in group.responses]]
+            with torch.no_grad():
+                values = iter(separate_logprobs(small_model(), prompt, responses).tolist())
+            found.append(dataclasses.replace(group, responses=tuple(
+                dataclasses.replace(r, logprobs=tuple(next(values) - apart for _ in r.ids))
+                for r in group.responses)))
+        return found
+    groups = recorded(math.log(2))
+    plain = gradient_of(random_policy, groups, beta=0.0)
+    for cap, factor in ((3.0, 2.0), (1.5, 1.5)):
+        found = gradient_of(random_policy, groups, beta=0.0, importance_cap=cap)
+        assert_gradients_agree({name: g / factor for name, g in found.items()}, plain, 1e-4)
+        _, metrics = trained(made_trainer(random_policy, learning_rate=0, importance_cap=cap,
+                                          beta=0.0), groups)
+        assert metrics["importance_capped_share"] == (cap < 2)
+    with pytest.raises(ValueError, match="--importance-cap"):
+        Config(importance_cap=0.5).checked()
 
 
 # ---------------------------------------------------------------------------- the parts of a run

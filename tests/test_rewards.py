@@ -10,7 +10,7 @@ import threading
 import time
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -50,8 +50,9 @@ from periodic_async import (
     Generator,
     Scorer,
     UserError,
+    encoded,
     original,
-    read_prompts,
+    read_questions,
     reward_function,
     run_period,
     run_periods,
@@ -506,17 +507,22 @@ def test_an_error_of_the_reward_ends_the_run(random_folder, tmp_path):
 class Characters:
     """A tokenizer whose ids are code points: a prompt can be read back."""
     chat_template = bos_token_id = None
+    added_tokens_decoder = MappingProxyType({})
 
     def __call__(self, text, add_special_tokens):
         return SimpleNamespace(input_ids=[*map(ord, text)])
 
 
+def read_prompts(settings, source):
+    return encoded(settings, source, read_questions(settings, source), Characters())
+
+
 def prompts(tmp_path, template, questions):
     """The prompts of a run as text."""
     data = questions_file(tmp_path / "data.jsonl", questions)
-    settings = config("", "", data=str(data), prompt_template=template)
+    settings = config("", "", data=str(data), prompts=1, prompt_template=template)
     return ["".join(map(chr, problem.prompt_ids))
-            for problem in read_prompts(settings, "data", 1, Characters())]
+            for problem in read_prompts(settings, "data")]
 
 
 LATEX = [r"Find $\frac{a}{b}$ for {question} in \{1, 2\}, {0}, {} and %s.", "plain"]
@@ -567,8 +573,8 @@ def test_data_sets_of_mathematics(tmp_path, name, text, rows):
     the solution is no answer."""
     (tmp_path / name).write_text(text)
     assert read_problems(tmp_path / name) == rows
-    settings = config("", "", data=str(tmp_path / name))
-    found = read_prompts(settings, "data", 1, Characters())
+    settings = config("", "", prompts=1, data=str(tmp_path / name))
+    found = read_prompts(settings, "data")
     assert [(problem.question, problem.answer) for problem in found] == rows
     assert [problem.key for problem in found] == [*range(len(rows))]
 
@@ -592,7 +598,7 @@ def test_a_cached_data_set_needs_no_network(hub_cache, tmp_path):
     assert Path(path).is_relative_to(tmp_path) and read_problems(path) == [("cached", "0")]
     assert read_problems("hub:owner/name/dir/file.jsonl") == [("cached", "0")]
     settings = config("", "", eval_data="hub:owner/name/dir/file.jsonl")
-    assert [p.question for p in read_prompts(settings, "eval_data", 1, Characters())] == ["cached"]
+    assert [p.question for p in read_prompts(settings, "eval_data")] == ["cached"]
     assert fetch("some/file.jsonl") == "some/file.jsonl"
 
 

@@ -46,11 +46,11 @@ def measured(given, out):
                     dtype="bfloat16" if given.bf16 else "float32").checked()
     questions = read(given.data, given.shots, given.steps * given.prompts)
 
-    def in_order(_config, _flag, _least, tokenizer):
+    def in_order(_config, _flag, _read, tokenizer):
         return [Problem(encode_prompt(tokenizer, question), gold, key)
                 for key, (question, gold) in enumerate(questions)]
 
-    periodic_async.read_prompts = in_order  # the program's adds a sentence, and the draw shuffles
+    periodic_async.encoded = in_order  # the program's adds a sentence, and the draw shuffles
     periodic_async.draw_problems = lambda rows, _seed, start, count: rows[start:start + count]
     periodic_async.math_reward = lambda text, gold: float(gold in text)
     shared = periodic_async.thread("all cores")

@@ -148,7 +148,7 @@ class Pipeline:
 
     def launch(self) -> None:
         """Pack the waiting groups; too many tokens, as attention fills them up, are split, as
-        `Trainer._fitting` does. The time of a part is that of its tokens, without the filling."""
+        `fitting` does. The time of a part is that of its tokens, without the filling."""
         rows = [(self.period.prompts[group], length, group) for group in self.groups
                 for length in self.period.lengths[group]]
         parts, self.groups = [], []
@@ -395,7 +395,7 @@ def compare(model: str, setting: Measured, repeats: int) -> dict:
 
     with tempfile.TemporaryDirectory() as out:
         config = Config(model=model, prompts=setting.groups, samples=setting.samples, beta=0.04,
-                        rows=setting.rows, max_new_tokens=setting.longest, periods=1,
+                        rows=setting.rows, max_new_tokens=setting.longest, periods=1, gap_limit=0.0,
                         learning_rate=1e-9, micro_batch_groups=setting.micro_batch_groups).checked()
         shared = periodic_async.thread("all cores")
         predicted, found = asyncio.run(measured(
@@ -465,7 +465,7 @@ def split(model: Model, device: Device, stages: int, copies: int, given) -> Peri
     a graph, which it is not yet. A token costs 4 FLOPs a parameter forward, policy and reference,
     and 6 backward with recomputation, at a share of the peak; attention's own, about 4 %, is left
     out. The weights go from every stage to every copy over one link a device, and a step moves 32
-    bytes a parameter. More than one node is more than this project's one process reaches."""
+    bytes a parameter. One process drives all devices; `nodes_table` has a process a node."""
     flops, bandwidth = given.train_share * device.flops, given.decode_share * device.bandwidth
     token = model.parameters / flops
     return Period(
@@ -526,6 +526,28 @@ def table(name: str, device_name: str, number: int, given) -> str:
     return best
 
 
+def nodes_table(name: str, device_name: str, number: int, given) -> dict[str, float]:
+    """Print and return seconds of an overlapped period of nodes of 8 devices, each with its share
+    of the prompts, by stages+copies of a node. All wait for the slowest, and then for the sum of
+    float32 gradients, which crosses each node's network 2 (n - 1) / n times."""
+    model, device, found, nodes = MODELS[name], DEVICES[device_name], {}, number // 8
+    summed = 4 * model.parameters / given.network * 2 * (nodes - 1) / nodes
+    print(f"\nsimulation: {name} on {nodes} nodes of 8 devices of {device_name}, a process each; "
+          f"the sum takes {summed:.1f} s\nstages+copies of a node   sync s   async s  speed-up")
+    for stages in range(1, min(8, model.layers + 1)):
+        if stage_bytes(model, stages, given.micro_batch_tokens) > USABLE * device.memory:
+            continue
+        whole = split(model, device, stages, 8 - stages, given)
+        shares = [replace(whole, prompts=whole.prompts[node::nodes],
+                          lengths=whole.lengths[node::nodes], step=whole.step + summed)
+                  for node in range(nodes)]
+        sync, fast = (max(simulate(share, schedule).seconds for share in shares)
+                      for schedule in ("sync", "async"))
+        found[f"{stages}+{8 - stages}"] = fast
+        print(f"{f'{stages}+{8 - stages}':>23}{sync:9.1f}{fast:10.1f}{sync / fast:10.2f}")
+    return found
+
+
 def micro_batch_table(given) -> dict[str, list[float]]:
     """Print what --micro-batch-tokens makes of the README's 7B command, 32 prompts x 32 responses
     of 2,048 tokens at most on four stages and four copies of 910B: seconds of an overlapped period
@@ -554,7 +576,8 @@ def main():
             ("prompts", 128, "P"), ("samples", 16, "K"), ("rows", 64, "of a copy, at most"),
             ("micro-batch-tokens", 8192, "at most; a micro-batch is one group"),
             ("train-share", 0.4, "of the peak FLOPs"), ("decode-share", 0.6, "of the bandwidth"),
-            ("link", 50e9, "bytes a second between two devices")):
+            ("link", 50e9, "bytes a second between two devices"),
+            ("network", 25e9, "bytes a second between two nodes")):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=what)
     parser.add_argument("--device", default="80GB", choices=DEVICES, help="of the 8B setting")
     parser.add_argument("--micro-batches", action="store_true", help="that table alone")
@@ -581,8 +604,11 @@ def main():
           "weights are 66 GB.")
     best = {name: {str(number): table(name, device, number, given) for number in (8, 16, 32, 64)}
             for name, device in (("8B", given.device), ("32B", "141GB"))}
+    nodes = {name: {str(number): nodes_table(name, device, number, given)
+                    for number in (16, 32, 64)}
+             for name, device in (("7B", "910B"), ("8B", given.device), ("32B", "141GB"))}
     print(json.dumps({
-        "simulation": True, "settings": settings, "best_split": best,
+        "simulation": True, "settings": settings, "best_split": best, "nodes": nodes,
         "largest_error": max((abs(s["error"]) for s in settings), default=None)}))
 
 

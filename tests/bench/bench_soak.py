@@ -3,13 +3,16 @@
     python tests/bench/bench_soak.py [--periods 500] [--every 20] [--in-a-row 150]
 
 One run without faults, and one that in turn is killed (-9, at a random moment), has a reward that
-raises once, and a file size limit while it saves, as on a full disk; each time it is resumed. Both
-in processes of their own. Memory is that of the longest part in a row, 150 periods at least: at its
-end, over that after 50. Prints a table and one JSON object as the last line.
+raises once, a file size limit while it saves, as on a full disk, a second run started in its folder
+before it is killed, and a reward that raises while another sleeps a minute in `asyncio.to_thread`;
+each time it is resumed. Both in processes of their own. Memory is that of the longest part in a
+row, 150 periods at least: at its end, over that after 50. Prints a table and one JSON object as the
+last line.
 """
 import argparse
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,11 +25,11 @@ import model
 
 WARM_UP = 80      # steps of the tiny model's supervised warm-up
 SAVE_EVERY = 7
-FAULTS = ("kill -9", "reward raises", "disk full")
+FAULTS = ("kill -9", "reward raises", "disk full", "second run", "reward sleeps")
 
 # A run that notes after every period what it holds, and at its end what it leaves.
 CHILD = """
-import asyncio, json, os, resource, sys, threading
+import asyncio, json, os, resource, sys, threading, time
 import periodic_async as pa
 notes, fault, at = sys.argv[1], sys.argv[2], int(sys.argv[3])
 def note(**values):
@@ -45,21 +48,25 @@ async def noted(run):
     finally:
         ours = ("generate", "train", "all cores", "tqdm")  # and one of the progress bar
         threads = [thread.name for thread in {*threading.enumerate()} - before
-                   if not thread.name.startswith(ours)]
+                   if not thread.name.startswith(ours) and fault != "reward sleeps"]
         tasks = len(asyncio.all_tasks()) - idle
         note(rss=rss(), threads=threads, tasks=tasks, all_threads=threading.active_count())
 def period_ended(groups):
     note(period=running["run"].trainer.version, rss=rss(), all_threads=threading.active_count())
     return group_metrics(groups)
-def rewarded(*args):
-    if fault == "reward raises" and running["run"].trainer.version >= at:
+async def rewarded(response, problem):
+    if fault.startswith("reward") and running["run"].trainer.version >= at:
+        running["calls"] = running.get("calls", 0) + 1
+        if fault == "reward sleeps" and running["calls"] == 1:
+            await asyncio.to_thread(time.sleep, 60)
         raise RuntimeError("planted: a reward that raises")
-    return reward(*args)
+    return reward(response, problem.answer)
 def saved(run):
     if fault == "disk full" and run.trainer.version >= at:
         resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, 700_000))
     return save(run)
-pa.run_periods, pa.group_metrics, pa.math_reward, pa.save = noted, period_ended, rewarded, saved
+pa.run_periods, pa.group_metrics, pa.save = noted, period_ended, saved
+pa.reward_function = lambda name: rewarded
 pa.main(sys.argv[4:])
 """
 
@@ -83,13 +90,22 @@ class Soak:
                  "save-every": SAVE_EVERY, "micro-batch-groups": 2}
         began = time.monotonic()
         with open(self.folder / "stdout", "w") as out, open(self.folder / "stderr", "w") as err:
-            process = subprocess.Popen(
-                [sys.executable, "-c", CHILD, notes, fault, str(at),
-                 *(f"--{key}={value}" for key, value in flags.items()), *["--resume"] * resume],
-                cwd=Path(__file__).parents[2], stdout=out, stderr=err)
+            words = [sys.executable, "-c", CHILD, notes, fault, str(at),
+                     *(f"--{key}={value}" for key, value in flags.items()), *["--resume"] * resume]
+            process = subprocess.Popen(words, cwd=Path(__file__).parents[2], stdout=out, stderr=err)
             while process.poll() is None:
                 time.sleep(0.02)
-                if fault == "kill -9" and f'"period": {at},' in notes.read_text():
+                if time.monotonic() > began + periods + 60:
+                    process.kill()
+                    sys.exit(f"{name}, {fault}: it does not end")
+                if fault in ("kill -9", "second run") and f'"period": {at},' in notes.read_text():
+                    if fault == "second run":
+                        process.send_signal(signal.SIGSTOP)  # it would end before the second starts
+                        second = subprocess.run(words, cwd=Path(__file__).parents[2],
+                                                capture_output=True, text=True)
+                        if second.returncode != 2 or len(second.stderr.splitlines()) != 1:
+                            process.kill()
+                            sys.exit(f"a second run in its folder: {second}")
                     time.sleep(kill_after)
                     process.kill()
                     process.wait()
