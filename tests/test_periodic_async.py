@@ -309,7 +309,7 @@ def test_a_period_is_the_textbooks(random_policy, unclipped, loss, beta, masked)
         reference = stock
     for now, found in (first, second):
         expected = textbook_gradient(now, first[0], reference, groups, settings)
-        assert_gradients_agree(found, expected, 5e-5)
+        assert_gradients_agree(found, expected, 2e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -879,7 +879,8 @@ class Casts(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("schedule", ["async", "sync"])
+@pytest.mark.parametrize("schedule", [
+    "async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_weights_are_cast_once_a_step(random_folder, tmp_path, monkeypatch, schedule):
     """C06: with bfloat16 a micro-batch in flight held a copy of the weights. They do not move
     within a step, so one serves all its passes, in whichever thread, while generation leaves

@@ -142,7 +142,9 @@ def live_bytes(model, packed, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("lengths", [[64] * 8, [30] * 31 + [600]], ids=["even", "ragged"])
+@pytest.mark.parametrize("lengths", [
+    pytest.param([64] * 8, marks=pytest.mark.slow, id="even"),
+    pytest.param([30] * 31 + [600], id="ragged")])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_plan_counts_what_a_layer_keeps(architecture, lengths, dtype):
     """C07: the bytes that the plan counts for a layer, a micro-batch and the casts of its weights,

@@ -138,7 +138,9 @@ def test_flags():
     "bench_trainer.py MODEL --repeats 1 --shapes 8,2,4 --vocabularies 100",
     "bench_end_to_end.py MODEL DATA --prompts 1 --samples 2 --new-tokens 4 --steps 2",
     "ablations.py --periods 1 --seeds 0 --only schedule",
-    "bench_host.py MODEL --repeats 1", "bench_host.py", "bench_schedule.py MODEL"])
+    "bench_host.py MODEL --repeats 1", "bench_host.py --repeats 2",
+    "bench_schedule.py MODEL --prompts 8 --samples 4", "bench_schedule.py --micro-batches",
+    "bench_soak.py --periods 52 --every 30 --in-a-row 52"])
 def test_benchmarks_run(random_folder, tmp_path, command):
     """One that calls what is gone: each ends with a JSON object, on a model of random weights."""
     data = tmp_path / "data.jsonl"

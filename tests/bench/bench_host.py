@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from attention import attach, pack
 from model import InferenceCopy, TriModel, frozen_copy, load
 
-LAYERS, REPEATS = (2, 12, 28), 40
+LAYERS = (2, 12, 28)
 WEIGHTS = 7.6e9
 DECODE_DEVICE = 1e3 * WEIGHTS * 2 / 1.6e12
 TRAIN_DEVICE = 1e3 * WEIGHTS * 8 * 4096 / (0.4 * 300e12)
@@ -70,7 +70,7 @@ def sides(policy, prompt=4, responses=8, tokens=4):
     return {"decode": decode, "train": train}
 
 
-def milliseconds(function, repeats=REPEATS):
+def milliseconds(function, repeats):
     torch.set_num_threads(1)
     taken = []
     for _ in range(repeats):
@@ -132,7 +132,7 @@ def real(model, repeats):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="a real one: beside a thread, beside a process")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, help="40 calls; with MODEL, 3 rounds of several")
     parser.add_argument("--only", choices=("decode", "train"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     logging.set_verbosity_error()
@@ -145,22 +145,23 @@ def main():
         while True:
             function()
     if given.model:
-        found = real(given.model, given.repeats)
-        print(f"{given.model}, float32, a thread a side, ms; median of {given.repeats}\n"
+        found = real(given.model, repeats := given.repeats or 3)
+        print(f"{given.model}, float32, a thread a side, ms; median of {repeats}\n"
               "             alone   beside a thread   beside a process of the other side")
         for side, ms in found.items():
             print("{0:8} {alone:9.1f} {thread:9.1f} {1:.3f} {process:11.1f} {2:.3f}".format(
                 side, ms["thread"] / ms["alone"], ms["process"] / ms["alone"], **ms))
         return print(json.dumps(found))
-    rows = []
+    rows, repeats = [], given.repeats or 40
     for layers in LAYERS:
         decode, train = sides(of_layers(layers)).values()
         milliseconds(decode, 5), milliseconds(train, 5)
-        row = {"layers": layers, "decode": milliseconds(decode), "train": milliseconds(train)}
+        row = {"layers": layers, "decode": milliseconds(decode, repeats),
+               "train": milliseconds(train, repeats)}
         with in_thread(train):
-            row["decode_beside_training"] = milliseconds(decode)
+            row["decode_beside_training"] = milliseconds(decode, repeats)
         with in_thread(decode):
-            row["train_beside_decoding"] = milliseconds(train)
+            row["train_beside_decoding"] = milliseconds(train, repeats)
         rows.append(row)
     print("host ms   a decode step      a training micro-batch\n"
           "layers    alone   beside     alone   beside")

@@ -1,6 +1,6 @@
 """Hundreds of periods with a fault every 20: nothing lost, nothing doubled, nothing left behind.
 
-    python tests/bench/bench_soak.py [--periods 500] [--every 20]
+    python tests/bench/bench_soak.py [--periods 500] [--every 20] [--in-a-row 150]
 
 One run without faults, and one that in turn is killed (-9, at a random moment), has a reward that
 raises once, a file size limit while it saves, as on a full disk, a second run started in its folder
@@ -25,7 +25,6 @@ import model
 
 WARM_UP = 80      # steps of the tiny model's supervised warm-up
 SAVE_EVERY = 7
-IN_A_ROW = 150    # periods of the part that measures memory, at least
 FAULTS = ("kill -9", "reward raises", "disk full", "second run", "reward sleeps")
 
 # A run that notes after every period what it holds, and at its end what it leaves.
@@ -142,8 +141,8 @@ def memory_ratio(notes):
 def soak(given, soaking):
     notes, straight = soaking.segment("straight", given.periods)
     everything = [*notes]
-    if given.periods < IN_A_ROW:
-        notes, _ = soaking.segment("longer", IN_A_ROW)
+    if given.periods < given.in_a_row:
+        notes, _ = soaking.segment("longer", given.in_a_row)
         everything += notes
     ratio, chance, count = memory_ratio(notes), random.Random(0), 0
     for count, at in enumerate(range(given.every, given.periods, given.every)):
@@ -169,6 +168,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--periods", type=int, default=500)
     parser.add_argument("--every", type=int, default=20, help="periods from one fault to the next")
+    parser.add_argument("--in-a-row", type=int, default=150,
+                        help="periods of the part that measures memory, at least; above 50")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         print("run          periods  fault         ended     seconds   RSS at the end")
