@@ -248,8 +248,8 @@ def test_no_split_changes_the_gradient(unclipped, loss, beta, attention):
     gradient, in the second inner step too, whose ratios are not 1."""
     groups = with_like_prompts(made_groups(4))
     expected, splits = None, set()
-    for size, limit in ((4, 10**6), (1, 10**6), (2, 10**6), (3, 10**6), (4, 1), (4, 24), (4, 40),
-                        (2, 32)):
+    for size, limit in ((4, 10**6), (1, 10**6), (2, 10**6), (3, 10**6), (4, 1), (4, 32), (4, 56),
+                        (4, 72), (2, 48)):
         policy = attach(small_model(num_hidden_layers=1).train())
         changes = {"loss": loss, "beta": beta, "attention": attention, "micro_batch_groups": size,
                    "micro_batch_tokens": limit}
