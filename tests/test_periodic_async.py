@@ -934,11 +934,11 @@ def test_recompute_changes_no_bit(warm_folder, tmp_path, dtype):
         run = made_run(warm_folder, tmp_path, recompute=recompute, dtype=dtype, periods=2,
                        inner_steps=2)
         calls, models = [], run.trainer.models
-        for model in (models.policy, models.reference, models.old):
+        for model in (models.policy, models.reference, run.generator.copies[0].model):
             for part in (*(layer.self_attn for layer in model.model.layers), model.model.norm):
                 part.register_forward_pre_hook(lambda part, *_: calls.append(part))
         history = asyncio.run(run_periods(run))
-        for model in (models.policy, models.reference, models.old):
+        for model in (models.policy, models.reference, run.generator.copies[0].model):
             passes = calls.count(model.model.norm)
             layers = [calls.count(layer.self_attn) for layer in model.model.layers]
             assert passes > 3

@@ -769,8 +769,8 @@ def test_real_model_answers_as_generate_does(tmp_path):
     answers = {}
     generate = run.generator.generate
 
-    async def noted(problem, samples):
-        answers[problem] = await generate(problem, samples)
+    async def noted(problem, samples, **settings):
+        answers[problem] = await generate(problem, samples, **settings)
         return answers[problem]
     run.generator.generate = noted
     asyncio.run(run_periods(run))
